@@ -154,7 +154,7 @@ class Answers:
         await answer.prepare(request)
         stream, streams = Stream(asker), self._presence.streams
         if query == "once":
-            await answer.write(b"".join(self._lines_for(stream, with_sights=True)))
+            await answer.write(b"".join(self._lines_for(stream, with_others=True)))
             return answer
         if (earlier := streams.get(asker.slot)) is not None:
             earlier.is_over = True
@@ -194,11 +194,11 @@ class Answers:
             if not peer.advertised:
                 self._presence.lose(peer, self._presence.clock(), HIDDEN_GRACE_SECONDS)
 
-    def _lines_for(self, stream: Stream, with_sights: bool) -> Iterator[bytes]:
+    def _lines_for(self, stream: Stream, with_others: bool) -> Iterator[bytes]:
         """Yield the lines that a stream lacks."""
-        for signed in self._presence.news_for(stream):
+        for signed in self._presence.news_for(stream, with_others):
             yield signed.line
-        if with_sights:
+        if with_others:
             yield _line({"seen": self._presence.sights_for(stream)})
         wishes = self._wishes.of(stream.member)
         if wishes != stream.wishes:

@@ -2,7 +2,7 @@
 
 | request | answer |
 |---|---|
-| GET /run/RUN/status | lines of JSON: all statuses, then each change; with "?once" only the first |
+| GET /run/RUN/status | lines of JSON: all statuses, then changes; with "?once" only the first |
 | PUT /run/RUN/status | takes the status of the asking member |
 | GET /run/RUN/GIVER/TAKER/NAME | 200: the piece; 204: not yet, ask again; 410: never, and why |
 | PUT /run/RUN/GIVER/TAKER/NAME | brings a piece |

@@ -183,10 +183,8 @@ class Presence:
         if self.statuses.identity is not None:
             self.peers[signed.member.slot].ends = self.statuses.identity.ends_of(signed.certificate)
         self.has_news = True
-        for slot, stream in self.streams.items():
-            reader = self.peer_of(stream.member)
-            if slot == signed.member.slot or reader is None or signed.member.slot not in reader.direct:
-                stream.wake.set()
+        if (stream := self.streams.get(signed.member.slot)) is not None:
+            stream.wake.set()
 
     def take_line(self, line: Mapping[str, object]) -> None:
         """Take a line of a status stream; a status that is not in order is left out."""
@@ -296,14 +294,18 @@ class Presence:
         """Seconds between two tellings of who was seen."""
         return _PULSE_SECONDS if len(self._shown) <= _ALL else _FAST_PULSE_SECONDS
 
-    def news_for(self, stream: Stream) -> list[SignedStatus]:
-        """Return the statuses that a stream lacks; those that its member hears itself are not among them."""
+    def news_for(self, stream: Stream, of_others: bool) -> list[SignedStatus]:
+        """Return the statuses that a stream lacks; those that its member hears itself are not among them.
+
+        Args:
+            of_others: whether it is the time for those of others: each would else travel once for each pair.
+        """
         news, own, peer = list[SignedStatus](), self.statuses.own, self.peer_of(stream.member)
         direct = frozenset[int]() if peer is None else peer.direct
         if own is not None and stream.own is not own:
             stream.own = own
             news.append(own)
-        for slot, signed in self.statuses.newest.items():
+        for slot, signed in self.statuses.newest.items() if of_others else ():
             if slot not in direct and signed.member != stream.member and stream.sent.get(slot) is not signed:
                 stream.sent[slot] = signed
                 news.append(signed)

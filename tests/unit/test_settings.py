@@ -9,7 +9,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import run_number
-from megatron_noloco.fields import Settings
 from megatron_noloco.plans.grouping import Sites
 from megatron_noloco.settings import (
     PAPER,
@@ -59,15 +58,6 @@ def test_wrong_setting_reads_alike_in_library_and_file() -> None:
     with pytest.raises(ValueError, match=r"^NolocoSettings\.fragments .*\nNolocoSettings\.overlap_steps .*$"):
         NolocoSettings(local_steps=2, fragments=3, overlap_steps=3)
     NolocoSettings(local_steps=2, fragments=2, overlap_steps=2)
-
-
-@pytest.mark.parametrize("block", [NolocoSettings, FederationSettings])
-def test_a_removed_setting_says_what_to_write(block: type[Settings]) -> None:
-    for name, instead in block.removed.items():
-        assert name not in block.model_fields
-        with pytest.raises(UserError) as caught:
-            block(**{name: 1})
-        assert str(caught.value) == f"{block.__name__}.{name} is not a known key; {instead}"
 
 
 @pytest.mark.parametrize(("overlap_steps", "first", "longest"), [(0, 0, 0), (3, 3, 3), ("auto", 0, 10)])
