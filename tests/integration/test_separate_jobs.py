@@ -682,7 +682,7 @@ class TwoModes(torch.optim.SGD):
 
 TWO_MODES = TwoModes([torch.zeros(2)])
 CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
-_KEYS = "slow_weights", "local_steps_done", "weights", "first_weights", "first_buffers"
+_KEYS = "slow_weights", "local_steps_done", "first_weights", "first_buffers"
 SAVED = dict.fromkeys(_KEYS, torch.zeros(2))
 ELSEWHERE = FederationSettings(rendezvous="file:///nowhere", encryption="none")
 SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
