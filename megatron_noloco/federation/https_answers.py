@@ -38,6 +38,7 @@ REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
 WISH = "Noloco-Wish"  # header with the number of the last wishes before a piece came
 MOST_WISHES = 256
 _POLL_SECONDS = 5.0
+_REPLACED = "a later process has your slot"
 
 
 class Wishes:
@@ -122,6 +123,10 @@ class Answers:
             return _refusal(410, "another process has this slot now")
         return await (self._give(request, asker, name) if is_get else self._get(request, asker, name))
 
+    def _is_replaced(self, asker: Member) -> bool:
+        latest = self._presence.peers.get(asker.slot)
+        return latest is not None and latest.member > asker
+
     # Statuses
 
     async def _meet(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
@@ -146,9 +151,8 @@ class Answers:
             return _refusal(503, "not ready yet")
         if asker.slot == VISITOR and query != "once":
             return _refusal(403, "only members hold a stream: ask for status?once")
-        latest = self._presence.peers.get(asker.slot)
-        if latest is not None and latest.member > asker and query != "once":
-            return _refusal(410, "a later process has your slot")
+        if query != "once" and self._is_replaced(asker):
+            return _refusal(410, _REPLACED)
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         answer.enable_chunked_encoding()
         await answer.prepare(request)
@@ -210,9 +214,9 @@ class Answers:
 
     async def _give(self, request: web.BaseRequest, taker: Member, name: str) -> web.StreamResponse:
         """Answer with a piece, once it is offered."""
+        if self._is_replaced(taker):
+            return _refusal(410, _REPLACED)
         peer = self._presence.peers.get(taker.slot)
-        if peer is not None and peer.member > taker:
-            return _refusal(410, "a later process has your slot")
         piece = await self._wished(taker, name)
         if piece is None:
             return web.Response(status=204)
