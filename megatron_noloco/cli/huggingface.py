@@ -120,7 +120,7 @@ def _export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report(), *not_exported(source.architecture, source.config.model))
-    if note := check_exported(source.tokenizer, output):
+    if note := check_exported(output):
         say(note)
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
@@ -152,7 +152,6 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.auto_tokenizer import check_exported
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
@@ -166,7 +165,6 @@ def _generate(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "model"
         export(source, exported, "float32", _SHARD_BYTES)
-        check_exported(source.tokenizer, exported)
         try:
             generate(exported, *options)
         except NotFiniteWeightError:  # which names the file of this export

@@ -86,7 +86,7 @@ def _keep(folder: Path, kept: Path) -> None:
     write_text(kept / KEPT_MARK, ", ".join(f"{name} {value:g}" for name, value in random.items()))
 
 
-def check_exported(_: Any, folder: Path) -> str:
+def check_exported(folder: Path) -> str:
     """Return a line where AutoTokenizer does not read an export by its tokenizer.json; "" where it does.
 
     For some families AutoTokenizer takes a class of its own, whatever the files say.
