@@ -154,23 +154,14 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
-    from megatron_noloco.huggingface.weight_files import NotFiniteWeightError
     from megatron_noloco.huggingface.whole_model import generate
 
-    options = (args.prompt, args.tokens, args.temperature, args.seed)
-    if is_hugging_face(args.model, args.tokenizer):
-        generate(args.model[0], *options)
-        return 0
-    source = open_source(args.model, "mean", args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        exported = Path(folder) / "model"
-        export(source, exported, "float32", _SHARD_BYTES)
-        try:
-            generate(exported, *options)
-        except NotFiniteWeightError:  # which names the file of this export
-            raise StoppedError(
-                f"{source.saved}: holds NaN or infinite weights; training has diverged, take an earlier checkpoint"
-            ) from None
+        model = args.model[0]
+        if not is_hugging_face(args.model, args.tokenizer):
+            model = Path(folder) / "model"
+            export(open_source(args.model, "mean", args.tokenizer), model, "float32", _SHARD_BYTES)
+        generate(model, args.prompt, args.tokens, args.temperature, args.seed)
     return 0
 
 

@@ -18,14 +18,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BUFFER = "rotary_emb.inv_freq"  # which a model computes itself, and early versions of transformers wrote
 
 
-class NotFiniteWeightError(UserError):
-    """A weight of a Hugging Face folder is NaN or infinite."""
-
-
 class PretrainedWeights:
     """The weights of a Hugging Face folder as parameters of an architecture; a context manager.
 
-    Every tensor of the folder is one of the model's, so a run, `import`, `evaluate` and `generate` read the same.
+    Every tensor of the folder is one of the model's, so a run, `import` and `evaluate` read the same.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
@@ -59,19 +55,14 @@ class PretrainedWeights:
     def __call__(self, name: str) -> Tensor:
         """Return the full parameter of that name in the unsplit model, in the folder's precision.
 
-        Raises NotFiniteWeightError, as `check_finite`.
+        Raises UserError where it is not finite.
         """
         return self._table.find(name).from_hf(self._read)
-
-    def check_finite(self) -> None:
-        """Read every tensor once."""
-        for name in self._files:
-            self._read(name)
 
     def _read(self, name: str) -> Tensor:
         tensor: Tensor = self._files[name].get_tensor(name)
         if not torch.isfinite(tensor).all():
-            raise NotFiniteWeightError(
+            raise UserError(
                 f"{self.folder}: {name} holds NaN or infinite weights: a file is damaged, or the model has "
                 "diverged; give another copy"
             )

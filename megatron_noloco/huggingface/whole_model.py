@@ -1,9 +1,7 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,6 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 
 TOLERANCE = 1e-4  # difference of logits that an import and an export must stay below; see `check_logits`
-_MEMORY_HEADROOM = 1.2  # of the memory of a model's weights: its cache of keys and values, and products
 
 
 class WholeModel:
@@ -120,91 +117,31 @@ def check_import(folder: Path) -> str:
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
+    """Print `prompt` and up to `tokens` tokens that transformers generates, until the model's context is full.
 
-    Where the model's context is full before, a line on stderr says so.
+    The tokens are drawn; with temperature 0 they are the most likely ones.
 
-    Raises UserError when the folder cannot be loaded, or the model cannot read the prompt.
+    Raises UserError where transformers cannot load the folder, or generate.
     """
-    from transformers import TextStreamer
+    from transformers import TextStreamer, pipeline, set_seed
+    from transformers.generation import MaxLengthCriteria
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # warnings would interrupt the text
-    torch.manual_seed(seed)
-    tokenizer, model = _load(folder)
-    ids = prompt_tokens(tokenizer, prompt)
-    if not ids and tokenizer.eos_token is None:
-        raise UserError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
-    ids = ids or [tokenizer.eos_token_id]  # a document begins after the end of another
-    if max(ids) >= model.config.vocab_size:
-        raise UserError(
-            f"--prompt: the tokenizer of {folder} reads token {max(ids)}, the model's vocabulary has "
-            f"{model.config.vocab_size} (from 0 on)"
-        )
-    if (
-        torch.cuda.is_available()
-        and torch.cuda.mem_get_info()[0] > _MEMORY_HEADROOM * model.get_memory_footprint()
-    ):
-        model = model.to("cuda")
-    inputs = torch.tensor([ids], device=model.device)
-    context = model.config.max_position_embeddings
-    prompted = inputs.size(1)
-    room = context - prompted
-    if room <= 0:
-        raise UserError(
-            f"--prompt: {prompted} tokens, which leave no room in the model's context of {context} tokens"
-        )
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
-    )
+    set_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     try:
-        said = model.eval().generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(tokens, room),
-            pad_token_id=tokenizer.eos_token_id,
+        tokenizer = load_folder(folder)
+        generator = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=False)
+        text = prompt or tokenizer.eos_token  # a document begins after the end of another
+        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)  # of a chat template
+        generator(
+            text,
+            add_special_tokens=not has_bos,
+            max_new_tokens=tokens,
+            stopping_criteria=[MaxLengthCriteria(generator.model.config.max_position_embeddings)],
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
         )
-    except RuntimeError as error:
-        if "probability tensor" not in str(error):  # "... contains either `inf`, `nan`..." in torch 2.13
-            raise
-        raise UserError(
-            f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
-            "or another checkpoint where the model has diverged"
-        ) from None
-    if said.size(1) == context and room < tokens:
-        sys.stderr.write(
-            f"stopped after {room} tokens: with the prompt they fill the model's context of {context} tokens\n"
-        )
-
-
-def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt, BOS before them if the tokenizer of transformers adds it to a text."""
-    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    bos = [tokenizer.bos_token_id]
-    begin = bos if bos != [None] and tokenizer("the")["input_ids"][:1] == bos else []
-    return ids if ids[:1] == begin else [*begin, *ids]  # a chat template may write BOS itself
-
-
-def _load(folder: Path) -> tuple[Any, Any]:
-    """Return tokenizer and model; of generation_config.json only the tokens that end a text count.
-
-    Raises UserError, in one line.
-    """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
-    with PretrainedWeights(folder, read_architecture(folder)) as weights:
-        weights.check_finite()
-    try:
-        tokenizer = load_folder(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-        ends = model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or ())
-        known = [int(end) for end in ends if 0 <= end < model.config.vocab_size]
-        model.generation_config = GenerationConfig(eos_token_id=known or None)
     except Exception as error:  # transformers raises anything for files that it does not expect
-        reason = f"{type(error).__name__}: {line_of(error)}"
-        raise UserError(f"{folder}: transformers cannot load it ({reason})") from None
-    return tokenizer, model
+        raise UserError(f"{folder}: transformers: {type(error).__name__}: {line_of(error)}") from None

@@ -19,7 +19,6 @@ from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface.whole_model import prompt_tokens
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_records import write
 
@@ -37,6 +36,13 @@ TEMPLATE = (
     "{% else %}ASSISTANT: {{ message.content }}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the tokens of a prompt as `generate` has transformers read them."""
+    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
+    tokens: list[int] = tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"]
+    return tokens
 
 
 def byte_level(prefix: bool, *before: Any) -> Tokenizer:

@@ -487,38 +487,10 @@ def model_of_bytes(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_generation_obeys_the_command_not_the_folder(temperature: str, model_of_bytes: Path) -> None:
-    """But for the tokens that end a text. transformers reads settings in config.json, too."""
-    folder = model_of_bytes
-
-    def generated(**settings: Any) -> str:
-        (folder / "generation_config.json").write_text(json.dumps(settings))
-        arguments = ["--prompt", "the", "--tokens", "20", "--temperature", temperature]
-        return output_of("generate", folder, *arguments)
-
-    expected = generated(eos_token_id=256)
-    for settings in (
-        {"repetition_penalty": 2.0},
-        {"top_p": 0.01, "do_sample": True},
-        {"num_beams": 4},
-        {"stop_strings": ["e"]},
-        {"max_new_tokens": 2, "min_new_tokens": 1},
-        {"suppress_tokens": [*range(100)], "no_repeat_ngram_size": 1},
-    ):
-        assert generated(eos_token_id=256, **settings) == expected, settings
-    change_config(top_p=0.01, repetition_penalty=2.0)(folder)
-    assert generated(eos_token_id=256) == expected
-    ends = ByteTokenizer().encode(expected).tolist()
-    assert len(generated(eos_token_id=ends)) < len(expected)
-    assert generated() == generated(eos_token_id=[]) == generated(eos_token_id=1 << 70)
-
-
-@pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', "[1]"])
-def test_a_generation_config_that_cannot_be_read_is_one_line(content: str, model_of_bytes: Path) -> None:
-    (model_of_bytes / "generation_config.json").write_text(content)
+def test_generation_config_that_cannot_be_read_is_one_line(model_of_bytes: Path) -> None:
+    (model_of_bytes / "generation_config.json").write_text("[1]")
     line = refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
-    assert line.startswith(f"{model_of_bytes}: transformers cannot load it (")
+    assert line.startswith(f"{model_of_bytes}: transformers: ")
 
 
 def test_what_of_a_folder_is_not_evaluated_is_said(
