@@ -134,7 +134,9 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         tokenizer = load_folder(folder)
         generator = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=False)
         text = prompt or tokenizer.eos_token  # a document begins after the end of another
-        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)  # of a chat template
+        has_bos = tokenizer.bos_token is not None and text.startswith(
+            tokenizer.bos_token
+        )  # of a chat template
         generator(
             text,
             add_special_tokens=not has_bos,
