@@ -3,19 +3,15 @@
 import argparse
 import os
 import signal
-from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.exit_codes import LostError, StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
 from megatron_noloco.job.lasting_output import lasting_output
 from megatron_noloco.job.launcher import may_be_first
-from megatron_noloco.job.leaving import FAILURE, leave_with_parent
+from megatron_noloco.job.leaving import FAILURE, lost_connection
 from megatron_noloco.job.run_folder import FolderLostError
 from megatron_noloco.job.start_up import importing
-
-if TYPE_CHECKING:
-    from megatron_noloco.training.prepare import Prepared
 
 _LOST = (
     "{who}; the connection was lost: another process of the job was killed, or its host is gone. "
@@ -55,49 +51,28 @@ def _train(args: argparse.Namespace) -> int:
     config = load_config(args.config or args.named)
 
     with importing():  # torch: only for a sound config
-        from megatron_noloco.training.prepare import prepare
+        from megatron_noloco.federation.catch_up import UntrainedError
+        from megatron_noloco.job.watchdog import Watchdog
+        from megatron_noloco.outer import PartnerTimeoutError
+        from megatron_noloco.outer.health import NotFiniteError
+        from megatron_noloco.training.separate_jobs import StoppedAtStartError
+        from megatron_noloco.training.start import start
 
-    prepared = prepare(config, os.environ, args.replica)
-
-    from megatron_noloco.job.leaving import lost_connection
-    from megatron_noloco.job.watchdog import Watchdog
-
-    activity.now.who = prepared.who
-    if prepared.world.launcher == "torchrun":
-        leave_with_parent()  # a torchrun that is killed leaves its ranks running
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     # The launchers under launch/deepspeed.sh ignore it, and so do the processes that they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with lasting_output(), Watchdog(config.training.watchdog_seconds):
         try:
-            return _run(prepared, args.progress)
+            run = start(config, os.environ, args.replica, args.progress)
+            return 0 if run.train() else FAILURE
+        except StoppedAtStartError as why:
+            if may_be_first(os.environ):
+                say(str(why))
+            return 0
+        except (FolderLostError, PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
+            raise StoppedError(str(error)) from None
         except Exception as error:
             lost = lost_connection(error)
             if lost is None:
                 raise
             raise LostError(_LOST.format(who=activity.note_of(lost))) from None
-
-
-def _run(prepared: "Prepared", progress: str) -> int:
-    from megatron_noloco.training.joined import StoppedAtStartError, join_job
-
-    try:
-        with activity.now.doing("joining the other ranks"):
-            joined = join_job(prepared)
-    except StoppedAtStartError as why:
-        if may_be_first(os.environ):
-            say(str(why))
-        return 0
-
-    with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
-        from megatron_noloco.federation.catch_up import UntrainedError
-        from megatron_noloco.outer import PartnerTimeoutError
-        from megatron_noloco.outer.health import NotFiniteError
-        from megatron_noloco.training.build import build
-
-    try:
-        with activity.now.doing("building its part of the model"):
-            run = build(prepared, joined, progress)
-        return 0 if run.train() else FAILURE
-    except (FolderLostError, PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
-        raise StoppedError(str(error)) from None

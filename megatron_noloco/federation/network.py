@@ -19,7 +19,7 @@ from megatron_noloco.federation.members import Members, PeerStatus
 from megatron_noloco.federation.mesh import Carrier, Member, Mesh
 from megatron_noloco.federation.statuses import is_address, split_address
 from megatron_noloco.federation.store import Store
-from megatron_noloco.job.join import is_link_local, reachable_address
+from megatron_noloco.job.world import is_link_local, reachable_address
 from megatron_noloco.settings import TCP
 
 PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"

@@ -12,9 +12,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.activity import line_of
-from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.job.world import join
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology

@@ -44,7 +44,7 @@ def find_gpus_without_cuda() -> None:
     """Have torch look for GPUs without CUDA, for a program that calls `set_device` before it uses one.
 
     Call it before torch is asked for a GPU. Else `is_available` initializes CUDA, which may read
-    CUDA_DEVICE_MAX_CONNECTIONS (`training.joined`) then.
+    CUDA_DEVICE_MAX_CONNECTIONS (`training.start`) then.
     Other programs ask CUDA: a GPU that is found without it may be of no use, where the driver is too old.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

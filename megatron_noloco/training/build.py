@@ -1,7 +1,6 @@
-"""Builds a run from its parts. Imports Megatron-core and DeepSpeed."""
+"""The parts of a run that need Megatron-core and DeepSpeed; `start` puts them together."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -9,95 +8,87 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import Loader, addresses_of, training_microbatch
+from megatron_noloco.data.opening import Data
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
-from megatron_noloco.job.agreement import vote
+from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.model.stage import build_stage
+from megatron_noloco.monitor.metrics import Record
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import Channel, Exchange, NoRounds, OuterOptimizer, Rounds, mean_model
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import JobPeers, Peers
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.training.choices import choices
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.training.evaluator import Evaluator
-from megatron_noloco.training.joined import Joined
-from megatron_noloco.training.outputs import build_monitor
-from megatron_noloco.training.prepare import Prepared
-from megatron_noloco.training.run import Run, Schedule
+from megatron_noloco.training.prepare import Joined, Prepared
+from megatron_noloco.training.run import Schedule
 from megatron_noloco.training.separate_jobs import build_peers
+from megatron_noloco.transport.interface import Transport
 
 # Of a call between microbatches: a GPU has more queued than that, or is asked again behind the backward pass.
 _PROGRESS_SECONDS = 0.005
 
 
-def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
-    """Return this rank's part of the run, in the state that `joined.start` names."""
-    prepared = replace(prepared, config=joined.config)
-    config, topology = prepared.config, prepared.topology
-    start, groups = joined.start, _groups(prepared)
-    plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
-    monitor = build_monitor(prepared, joined, groups, plan, progress)
-    record = monitor.metrics.record
+def groups(prepared: Prepared) -> Groups:
+    """Return the groups of this rank; a collective."""
+    config = prepared.config
+    cpu.prepare()
+    # A neighbour may be waiting for its partner.
+    patience = PATIENCE + timedelta(seconds=config.noloco.deadline_seconds)
+    routed = config.routing(prepared.topology).active
+    return build_groups(prepared.topology, routed, prepared.architecture.tied_embeddings, patience)
 
+
+def engine(prepared: Prepared, groups: Groups, record: Record) -> ReplicaEngine:
+    """Return the engine of this rank's stage: with the weights of the seed, or of `training.pretrained`."""
+    config, architecture = prepared.config, prepared.architecture
     pretrained = config.training.pretrained
-    with (
-        PretrainedWeights(Path(pretrained), prepared.architecture) if pretrained else nullcontext() as folder
-    ):
-        stage = build_stage(prepared.architecture, config.compute, groups, config.training.seed, folder)
-        engine = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as folder:
+        stage = build_stage(architecture, config.compute, groups, config.training.seed, folder)
+        made = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
         if folder is not None and config.compute.precision != "fp32":
-            engine.fill(folder)
-    health = Health(engine.weights, partial(vote, group=groups.replica))
-    peers = _peers(prepared, joined, engine, health, monitor)
-    outer, routing = peers.outer, config.routing(topology)
-    engine.pipeline.between_microbatches = outer.progress
-    if torch.cuda.is_available():
-        engine.pipeline.between_microbatches = partial(outer.progress, _PROGRESS_SECONDS)
-    checkpointer = Checkpointer(joined.settings, engine, outer, plan)
-    chosen_later = choices(config, outer, start.counters)
-    if start.saved is not None:
-        restore(start.saved, engine, outer, joined.settings)
-
-    slot = topology.slot if topology.separate_jobs else None
-    training = joined.data.training
-    order, at = training.order(config.training.seed, slot), groups.position
-    read = partial(training_microbatch, training, order, plan, at.dp)
-    addresses = partial(addresses_of, topology, at, stage.separate_documents, plan.microbatches)
-    return Run(
-        schedule=_schedule(config),
-        start_step=start.step,
-        engine=engine,
-        peers=peers,
-        loader=Loader(read, addresses, routing, config.noloco.local_steps, record),
-        evaluator=_evaluator(prepared, joined, engine, outer),
-        checkpointer=checkpointer,
-        monitor=monitor,
-        stopping=joined.stopping,
-        health=health,
-        choices=chosen_later,
-        takes_over=config.checkpoint.load == "auto",
-    )
+            made.fill(folder)
+    return made
 
 
-def _peers(
-    prepared: Prepared, joined: Joined, engine: ReplicaEngine, health: Health, monitor: Monitor
+def peers(
+    prepared: Prepared, link: Transport | Membership, engine: ReplicaEngine, health: Health, monitor: Monitor
 ) -> Peers:
+    """Return the other replicas as the loop meets them; exchanges move between the engine's microbatches."""
     config, weights = prepared.config, engine.weights
-    if isinstance(joined.link, Membership):
-        return build_peers(config, joined.link, engine, health, monitor)
-    if not config.noloco.enabled:
-        return JobPeers(NoRounds(weights))
-    place = prepared.topology.place(dist.get_rank())
-    return JobPeers(OuterOptimizer(weights, joined.link, place, config.noloco, config.training.seed))
+    found: Peers
+    if isinstance(link, Membership):
+        found = build_peers(config, link, engine, health, monitor)
+    elif not config.noloco.enabled:
+        found = JobPeers(NoRounds(weights))
+    else:
+        place = prepared.topology.place(dist.get_rank())
+        found = JobPeers(OuterOptimizer(weights, link, place, config.noloco, config.training.seed))
+    engine.pipeline.between_microbatches = found.outer.progress
+    if torch.cuda.is_available():
+        engine.pipeline.between_microbatches = partial(found.outer.progress, _PROGRESS_SECONDS)
+    return found
 
 
-def _evaluator(prepared: Prepared, joined: Joined, engine: ReplicaEngine, outer: Rounds) -> Evaluator:
+def loader(prepared: Prepared, data: Data, engine: ReplicaEngine, plan: BatchPlan, record: Record) -> Loader:
+    """Return what reads this rank's microbatches ahead of the steps."""
+    config, topology, at = prepared.config, prepared.topology, engine.groups.position
+    slot = topology.slot if topology.separate_jobs else None
+    order = data.training.order(config.training.seed, slot)
+    read = partial(training_microbatch, data.training, order, plan, at.dp)
+    addresses = partial(addresses_of, topology, at, engine.stage.separate_documents, plan.microbatches)
+    return Loader(read, addresses, config.routing(topology), config.noloco.local_steps, record)
+
+
+def evaluator(
+    prepared: Prepared, joined: Joined, engine: ReplicaEngine, outer: Rounds, stopping: Stopping
+) -> Evaluator:
+    """Return what measures the replicas of this job, and their mean."""
     config, topology, losses, means = prepared.config, prepared.topology, None, None
     if not isinstance(joined.link, Membership):
         place, seconds = topology.place(dist.get_rank()), config.noloco.deadline_seconds
@@ -107,21 +98,13 @@ def _evaluator(prepared: Prepared, joined: Joined, engine: ReplicaEngine, outer:
         )
         losses = own_losses, mean_losses
         means = partial(mean_model, outer, weights) if config.evaluation.mean_model else None
-    evaluator = Evaluator(engine, config.routing(topology), joined.validation, losses, means)
-    evaluator.stops_before = joined.stopping.before_part
-    return evaluator
+    made = Evaluator(engine, config.routing(topology), joined.validation, losses, means)
+    made.stops_before = stopping.before_part
+    return made
 
 
-def _groups(prepared: Prepared) -> Groups:
-    config = prepared.config
-    cpu.prepare()
-    # A neighbour may be waiting for its partner.
-    patience = PATIENCE + timedelta(seconds=config.noloco.deadline_seconds)
-    routed = config.routing(prepared.topology).active
-    return build_groups(prepared.topology, routed, prepared.architecture.tied_embeddings, patience)
-
-
-def _schedule(config: RunConfig) -> Schedule:
+def schedule(config: RunConfig) -> Schedule:
+    """Return after which local steps the run logs, evaluates and saves."""
     return Schedule(
         steps=config.training.train_iters,
         log_interval=config.training.log_interval,

@@ -27,8 +27,7 @@ from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
-from megatron_noloco.training.joined import Joined
-from megatron_noloco.training.prepare import Prepared
+from megatron_noloco.training.prepare import Joined, Prepared
 
 
 def build_monitor(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from megatron_noloco.checkpoint.catalog import (
     step_of,
     steps,
 )
-from megatron_noloco.checkpoint.run_settings import tokenizer_folder
+from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.microbatches import ValidationSource
@@ -25,7 +27,7 @@ from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
-from megatron_noloco.federation.membership import network_of
+from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
@@ -39,6 +41,7 @@ from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, finge
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.transport.interface import Transport
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,26 @@ class Prepared:
         at = self.topology.position(self.world.rank)
         place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
         return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
+
+
+class Joined(NamedTuple):
+    """What the ranks have found out together.
+
+    Attributes:
+        by_recipe: the settings that the file leaves to its recipe, see `Resolved`.
+        link: to the other replicas: messages inside one job, or the other jobs of a federation.
+        start: where the training begins or continues.
+        data: the data of the run.
+        validation: microbatches of each dataset of the blend.
+        settings: of the checkpoints, with the checksums of the training data as rank 0 reads them.
+    """
+
+    by_recipe: dict[str, Any]
+    link: Transport | Membership
+    start: Start
+    data: Data
+    validation: list[ValidationSource]
+    settings: CheckpointSettings
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.federation.mesh import Member, Status
-from megatron_noloco.job.agreement import computed_by_rank_0
+from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.monitor.numbers import Row
@@ -19,13 +22,27 @@ from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.preflight.newcomer import TOKENIZER, tokenizer_piece
+from megatron_noloco.training import finished
 from megatron_noloco.training.following import keep_addresses, keep_rows
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
 from megatron_noloco.training.replica_state import ReplicaState
 
 
-def meet(prepared: Prepared, config: RunConfig, stopping: Stopping) -> Membership:
-    """Connect this job to the others. Raises as `join_federation` does."""
+class StoppedAtStartError(Exception):
+    """The job ends before its first local step, which is no failure. The message says why."""
+
+
+def meet(
+    prepared: Prepared, settings: CheckpointSettings, start: Start, stopping: Stopping
+) -> tuple[Membership, list[str]]:
+    """Connect this job to the others, and wait for those with which it starts; also return notes for the user.
+
+    Args:
+        start: where this job would start alone.
+
+    Raises StoppedAtStartError, on all ranks, where the job is not to train; else as `join_federation` does.
+    """
+    config = prepared.config
     digest = computed_by_rank_0(lambda: first_weights(config, prepared.architecture))
     membership = join_federation(
         config.federation,
@@ -37,7 +54,20 @@ def meet(prepared: Prepared, config: RunConfig, stopping: Stopping) -> Membershi
     )
     if membership.leading is not None:
         membership.leading.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
-    return membership
+    why, came = (
+        computed_by_rank_0(partial(finished.why_ended, settings, start, config.training.train_iters)),
+        True,
+    )
+    if not why or membership.finds_trained():
+        came, why = membership.wait_for_start(start.step), ""
+        if any(gather_from_all_ranks(stopping.is_requested())):
+            why = f"stopped before the first local step ({stopping.reason})"
+    if why:
+        membership.leave()
+        stopping.close(start.step)
+        raise StoppedAtStartError(why)
+    notes = ["started, though fewer replicas than federation.start_with are there"] * (not came)
+    return membership, notes
 
 
 def build_peers(

@@ -5,8 +5,8 @@ import sys
 
 import torch.distributed as dist
 
-from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import World, read_world
+from megatron_noloco.job.world import choose_transport, join
 from tests.distributed.transport_suite import swap
 from tests.harness import say
 

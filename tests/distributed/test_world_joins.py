@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from megatron_noloco.job.join import cores_on_this_host
+from megatron_noloco.job.world import cores_on_this_host
 from tests.harness import run_mpi, run_ranks, run_torchrun, said
 
 MODULE = "tests.distributed.join_world"

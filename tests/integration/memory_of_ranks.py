@@ -15,10 +15,12 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_noloco.config import RunConfig
 from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.leaving import leave
-from megatron_noloco.job.start_up import before_engines, importing
+from megatron_noloco.job.start_up import importing
 from tools.options import command_line
 from tools.processes import held
 
@@ -37,14 +39,9 @@ def main() -> None:
 
 def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]] | None:
     """Train, and return on rank 0 what each rank held before every so many steps; None on the others."""
-    before_engines()
     with importing():
-        from megatron_noloco.training.build import build
-        from megatron_noloco.training.joined import join_job
-        from megatron_noloco.training.prepare import prepare
-    prepared = prepare(config, os.environ)
-    joined = join_job(prepared)
-    run = build(prepared, joined, "lines")
+        from megatron_noloco.training.start import start
+    run = start(config, os.environ, progress="lines")
     looks: list[dict[str, int]] = []
     before_step = run.stopping.before_step
 
@@ -57,7 +54,7 @@ def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]]
     run.train()
     looks.append({"steps": config.training.train_iters, **held()})
     ranks = gather_from_all_ranks({name: [one[name] for one in looks] for name in looks[0]})
-    return ranks if prepared.world.rank == 0 else None
+    return ranks if dist.get_rank() == 0 else None
 
 
 def growth(ranks: list[dict[str, list[int]]], since: int) -> float:

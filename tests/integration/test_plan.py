@@ -6,25 +6,24 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.config import RunConfig
 from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.schemes import exchange_bytes
-from megatron_noloco.training.joined import join_job
-from megatron_noloco.training.prepare import prepare
 from tests.harness import by_hand, run_ranks, slow
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
     VOCABULARY,
     already_joined,
+    build_run,
     metrics,
     run_whole,
     sizes,
@@ -89,9 +88,9 @@ def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
     already_joined()
     fit.available_bytes = lambda: 1_000_000
     os.sched_getaffinity = lambda _: {0}
-    with redirect_stderr(io.StringIO()) as said:
-        start = join_job(prepare(load_config(config), os.environ)).start
-    return said.getvalue(), start.notes
+    with redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()) as shown:
+        build_run(config)
+    return said.getvalue(), [line for line in shown.getvalue().splitlines() if "cores" in line]
 
 
 def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None:

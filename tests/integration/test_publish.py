@@ -27,7 +27,7 @@ from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.joined import checkpoint_settings
+from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import call, refusal_of, run_command, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,

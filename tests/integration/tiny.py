@@ -30,10 +30,10 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order
-from megatron_noloco.training.build import build as build_parts
-from megatron_noloco.training.joined import join_job
-from megatron_noloco.training.prepare import prepare
+from megatron_noloco.training import start as start_module
+from megatron_noloco.training.prepare import Prepared, read_data
 from megatron_noloco.training.run import Run
+from megatron_noloco.training.start import start
 
 cpu.prepare()
 
@@ -240,8 +240,7 @@ def already_joined() -> None:
 
 def build_run(config: str) -> Run:
     """What the command `train` builds from a file, before the first step."""
-    prepared = prepare(load_config(config), os.environ)
-    return build_parts(prepared, join_job(prepared), progress="lines")
+    return start(load_config(config), os.environ, progress="lines")
 
 
 def trained(config: str) -> Run:
@@ -296,12 +295,15 @@ class SlotBlend(Blend):
 def run_as_slots(rank: int, world_size: int, config: str) -> dict[str, Any]:
     """Do as `run_whole` with the samples that the replicas of a federation would read."""
     already_joined()
-    prepared = prepare(load_config(config), os.environ)
-    joined = join_job(prepared)
-    training = SlotBlend(joined.data.training.parts, joined.data.training.weights)
-    training.replicas, training.batch = prepared.topology.replicas, prepared.plan.replica_batch
-    run = build_parts(prepared, joined._replace(data=replace(joined.data, training=training)))
-    assert run.train()
+
+    def read(prepared: Prepared) -> Any:
+        data, validation = read_data(prepared)
+        training = SlotBlend(data.training.parts, data.training.weights)
+        training.replicas, training.batch = prepared.topology.replicas, prepared.plan.replica_batch
+        return replace(data, training=training), validation
+
+    start_module.read_data = read
+    trained(config)
     dist.barrier()
     return {}
 

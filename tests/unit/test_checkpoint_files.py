@@ -28,7 +28,7 @@ from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.huggingface.evaluate import open_weights
 from megatron_noloco.model.families import FAMILIES, table_of
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.joined import checkpoint_settings
+from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import call_here, full_disk
 from tests.unit.configs import SMALLEST
 

@@ -35,8 +35,8 @@ from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import check_start, prepare, read_data
+from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import call_here, output_of, refusal_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_text, write_dataset

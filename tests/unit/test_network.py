@@ -29,7 +29,7 @@ from megatron_noloco.federation.network import (
     seeds_in,
 )
 from megatron_noloco.federation.store import Store
-from megatron_noloco.job.join import _address_towards, reachable_address
+from megatron_noloco.job.world import _address_towards, reachable_address
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.harness import free_port, until
@@ -157,7 +157,7 @@ def test_the_address_of_a_host_is_that_of_its_way_to_the_seeds(
 ) -> None:
     """Not that of its default route, which may be the same on each host."""
     ways = routes | {"10.255.255.255": "10.0.2.15"}
-    monkeypatch.setattr("megatron_noloco.job.join._address_towards", ways.__getitem__)
+    monkeypatch.setattr("megatron_noloco.job.world._address_towards", ways.__getitem__)
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [(None, None, None, None, ("127.0.1.1", 0))])
     assert reachable_address([*routes]) == expected
 
@@ -173,7 +173,7 @@ def test_an_address_that_leads_further_is_preferred(monkeypatch: pytest.MonkeyPa
         for address in ("127.0.1.1", "fe80::1", "169.254.7.8", "10.0.0.4")
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
+    monkeypatch.setattr("megatron_noloco.job.world._address_towards", lambda host: None)
     assert reachable_address() == "10.0.0.4"
     del found[3]
     assert reachable_address() == "169.254.7.8"
@@ -185,7 +185,7 @@ def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.Monk
 
 
 def test_a_job_announces_where_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_noloco.job.join._address_towards", {"first": "10.77.0.2"}.get)
+    monkeypatch.setattr("megatron_noloco.job.world._address_towards", {"first": "10.77.0.2"}.get)
     network = Network(RUN, {}, ["first:29600"])
     for place, host in (("*", "10.77.0.2"), ("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")):
         with listening(place, 0) as listener:
@@ -198,7 +198,7 @@ def test_a_job_announces_where_it_is_reached(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_host_without_a_route_is_known_by_its_name(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.job.join._address_towards", lambda host: None)
+    monkeypatch.setattr("megatron_noloco.job.world._address_towards", lambda host: None)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(None, None, None, None, ("127.0.1.1", 0))])
     assert reachable_address(["gone"]) == socket.gethostname()
     monkeypatch.undo()

@@ -19,9 +19,9 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.federation.compatibility import RunIdentity, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training import joined, outputs
-from megatron_noloco.training.joined import check_ranks, checkpoint_settings
+from megatron_noloco.training import outputs
 from megatron_noloco.training.prepare import _alike, _check_load
+from megatron_noloco.training.start import check_ranks, checkpoint_settings
 from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 
 PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
@@ -205,7 +205,9 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         ), SimpleNamespace(fingerprint=files["data"])
 
     told: list[dict[str, str]] = []
-    monkeypatch.setattr(joined, "gather_from_all_ranks", lambda own: told.append(own) or told)
+    monkeypatch.setattr(
+        "megatron_noloco.training.start.gather_from_all_ranks", lambda own: told.append(own) or told
+    )
     check_ranks(*rank())
     check_ranks(*rank())
     with pytest.raises(ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job"):

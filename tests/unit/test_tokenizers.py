@@ -29,8 +29,8 @@ from megatron_noloco.data.sources import (
 )
 from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.joined import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
+from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import output_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_records

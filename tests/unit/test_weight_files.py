@@ -53,6 +53,6 @@ def test_nonfinite_weights_are_refused_at_read(value: float, tmp_path: Path) -> 
     weights = weights_of(model)
     weights[NORM][1] = value
     write_folder(tmp_path, model, weights)
-    with PretrainedWeights(tmp_path, read_architecture(tmp_path)) as read:
-        with pytest.raises(UserError, match=f"{NORM} holds NaN or"):
-            read("decoder.final_layernorm.weight")
+    opened = PretrainedWeights(tmp_path, read_architecture(tmp_path))
+    with opened as read, pytest.raises(UserError, match=f"{NORM} holds NaN or"):
+        read("decoder.final_layernorm.weight")

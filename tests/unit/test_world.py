@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_noloco.job.join import choose_transport, join, mpi_world_size, threads_among
 from megatron_noloco.job.launcher import World, local_device, master_port, read_world
+from megatron_noloco.job.world import choose_transport, join, mpi_world_size, threads_among
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}

@@ -24,9 +24,9 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import sync
-from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import World
 from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.job.world import join
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.pipeline import cpu
@@ -35,7 +35,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import PAPER, NolocoSettings
-from megatron_noloco.training.joined import checkpoint_settings
+from megatron_noloco.training.start import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.bench.laps import Laps, rounded
 from tools.models import Size, config_of

@@ -30,9 +30,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.leaving import leave
+from megatron_noloco.job.world import choose_transport, join
 from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings

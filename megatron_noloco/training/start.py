@@ -1,4 +1,4 @@
-"""Joins this rank to the others: the job, the transport between replicas, and the step where all start."""
+"""The start of a run: the way from a config to the first local step, on each rank."""
 
 import math
 import os
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
+from megatron_noloco.checkpoint.resume import find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
@@ -24,9 +24,14 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.pretrained import missing_bos
-from megatron_noloco.job import activity
-from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks
-from megatron_noloco.job.join import (
+from megatron_noloco.job.activity import now
+from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks, vote
+from megatron_noloco.job.launcher import local_device
+from megatron_noloco.job.leaving import leave_with_parent
+from megatron_noloco.job.run_folder import occupy, stop_request
+from megatron_noloco.job.start_up import importing
+from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.job.world import (
     check_gpus,
     choose_transport,
     cores_on_this_host,
@@ -34,48 +39,28 @@ from megatron_noloco.job.join import (
     record_collectives,
     threads_among,
 )
-from megatron_noloco.job.launcher import local_device
-from megatron_noloco.job.run_folder import occupy, stop_request
-from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
 from megatron_noloco.training import finished
-from megatron_noloco.training.prepare import Prepared, read_data
+from megatron_noloco.training.prepare import Joined, Prepared, prepare, read_data
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
-
-class Joined(NamedTuple):
-    """What joining gives a rank.
-
-    Attributes:
-        config, by_recipe: the settings of the run, see `Resolved`.
-        link: to the other replicas: messages inside one job, or the other jobs of a federation.
-        start: where the training begins or continues.
-        stopping: whether this job is to stop.
-        data: the data of the run.
-        validation: microbatches of each dataset of the blend.
-        settings: of the checkpoints, with the checksums of the training data as rank 0 reads them.
-    """
-
-    config: RunConfig
-    by_recipe: dict[str, Any]
-    link: Transport | Membership
-    start: Start
-    stopping: Stopping
-    data: Data
-    validation: list[ValidationSource]
-    settings: CheckpointSettings
+if TYPE_CHECKING:
+    from megatron_noloco.training.run import Run
 
 
-class StoppedAtStartError(Exception):
-    """The job ends before its first local step, which is no failure. The message says why."""
+def start(
+    config: RunConfig, environ: Mapping[str, str], replica: int | None = None, progress: str = "auto"
+) -> "Run":
+    """Return this rank's part of a run; its first local step is next. A collective of the job.
 
-
-def join_job(prepared: Prepared) -> Joined:
-    """Join the job, open the transport, find where to start.
+    Args:
+        replica: in a federation, the number of this job's replica.
+        progress: see `Console`.
 
     Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited, or
     comes when the run has ended.
@@ -83,51 +68,79 @@ def join_job(prepared: Prepared) -> Joined:
     does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
     `job.leaving.abandon_job`.
     """
-    config, topology = prepared.config, prepared.topology
-    notes, host = _join_ranks(prepared)
-    data, validation = _wait_for_data(prepared)
-    check_ranks(prepared, data)
-    hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
-    old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
-    # It reads an excerpt of the data: one rank of the job does.
-    training_data = computed_by_rank_0(lambda: data.checksums)
-    settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
-    tokenizer_copy = tokenizer_folder(settings.folder.parent)
-    notes += _check_tokenizer(prepared, tokenizer_copy)
-    if taken := computed_by_rank_0(lambda: occupy(settings.folder.parent)):
-        raise UserError(taken)
-    start = find_start(settings, topology)
-    saved = None if start.saved is None else start.saved.manifests[0].config
-    config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
-    settings = replace(settings, run=config.to_dict())
-    _warn_of_shortage(prepared, config, host)
-    # From here on no signal ends this process at once: what follows must look.
-    limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
-    save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
-    stopping = Stopping(limit_minutes, output_dir, old_stop_request, save_seconds)
-    link: Transport | Membership
-    if topology.separate_jobs:
-        link = meet(prepared, config, stopping)
-        ended = computed_by_rank_0(partial(finished.why_ended, settings, start, config.training.train_iters))
-        if ended and not link.finds_trained():
-            link.leave()
-            stopping.close(start.step)
-            raise StoppedAtStartError(ended)
-        if not link.wait_for_start(start.step):
-            notes.append("started, though fewer replicas than federation.start_with are there")
-        if any(gather_from_all_ranks(stopping.is_requested())):
-            link.leave()
-            stopping.close(start.step)
-            raise StoppedAtStartError(f"stopped before the first local step ({stopping.reason})")
-    else:
-        link = choose_transport(config.noloco.transport, prepared.world)
-    start = settle_start(settings, topology, start)
-    if dist.get_rank() == 0:
-        prepared.tokenizer.copy_to(tokenizer_copy)
-        if start.step < config.training.train_iters:
-            finished.remove(settings.folder.parent)
-    start = replace(start, notes=notes + start.notes)
-    return Joined(config, by_recipe, link, start, stopping, data, validation, settings)
+    prepared = prepare(config, environ, replica)  # what this process can know alone
+    topology, now.who = prepared.topology, prepared.who
+    if prepared.world.launcher == "torchrun":
+        leave_with_parent()  # a torchrun that is killed leaves its ranks running
+    with now.doing("joining the other ranks"):
+        host = _join_ranks(prepared)
+        data, validation = _wait_for_data(prepared)
+        check_ranks(prepared, data)
+        hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
+        output_dir = Path(config.training.output_dir)
+        old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
+        # It reads an excerpt of the data: one rank of the job does.
+        training_data = computed_by_rank_0(lambda: data.checksums)
+        settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
+        job_folder = settings.folder.parent
+        notes = [*host.notes, *_tokenizer_notes(prepared, tokenizer_folder(job_folder))]
+        if taken := computed_by_rank_0(lambda: occupy(job_folder)):
+            raise UserError(taken)
+        found = find_start(settings, topology)
+        saved = None if found.saved is None else found.saved.manifests[0].config
+        config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
+        prepared, settings = replace(prepared, config=config), replace(settings, run=config.to_dict())
+        _warn_of_shortage(prepared, host)
+        # From here on no signal ends this process at once: what follows must look.
+        save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
+        stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
+        link: Transport | Membership
+        if topology.separate_jobs:
+            link, said = meet(prepared, settings, found, stopping)
+            notes += said
+        else:
+            link = choose_transport(config.noloco.transport, prepared.world)
+        begin = settle_start(settings, topology, found)
+        begin = replace(begin, notes=notes + begin.notes)
+        if dist.get_rank() == 0:
+            prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
+            if begin.step < config.training.train_iters:
+                finished.remove(job_folder)
+    joined = Joined(by_recipe, link, begin, data, validation, settings)
+
+    with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
+        from megatron_noloco.checkpoint.checkpointer import Checkpointer
+        from megatron_noloco.checkpoint.restore import restore
+        from megatron_noloco.training import build
+        from megatron_noloco.training.choices import choices
+        from megatron_noloco.training.outputs import build_monitor
+        from megatron_noloco.training.run import Run
+
+    with now.doing("building its part of the model"):
+        groups = build.groups(prepared)
+        plan = replace(prepared.plan, start_step=begin.step, start_sample=begin.sample)
+        monitor = build_monitor(prepared, joined, groups, plan, progress)
+        record = monitor.metrics.record
+        engine = build.engine(prepared, groups, record)
+        health = Health(engine.weights, partial(vote, group=groups.replica))
+        peers = build.peers(prepared, link, engine, health, monitor)
+        run = Run(
+            schedule=build.schedule(config),
+            start_step=begin.step,
+            engine=engine,
+            peers=peers,
+            loader=build.loader(prepared, data, engine, plan, record),
+            evaluator=build.evaluator(prepared, joined, engine, peers.outer, stopping),
+            checkpointer=Checkpointer(settings, engine, peers.outer, plan),
+            monitor=monitor,
+            stopping=stopping,
+            health=health,
+            choices=choices(config, peers.outer, begin.counters),
+            takes_over=config.checkpoint.load == "auto",
+        )
+        if begin.saved is not None:
+            restore(begin.saved, engine, peers.outer, settings)
+    return run
 
 
 def check_ranks(prepared: Prepared, data: Data) -> None:
@@ -147,23 +160,24 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
 
 def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
     """Return the data, once all ranks of the job have them: a host that has no dataset makes it first."""
-    with activity.now.doing("preparing the data"):
+    with now.doing("preparing the data"):
         read = read_data(prepared)
-        activity.now.part("waiting for other hosts, which prepare theirs")
+        now.part("waiting for other hosts, which prepare theirs")
         announce("data", 1)
         announced("data", math.inf)
     return read
 
 
 class _Host(NamedTuple):
-    """How many ranks are on this host, and how many share a GPU."""
+    """How many ranks are on this host, how many share a GPU, and notes for the user."""
 
     ranks: int
     sharing: int
+    notes: list[str]
 
 
-def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
-    """Join the ranks of this job, and give each its device and threads. Return notes for the user."""
+def _join_ranks(prepared: Prepared) -> _Host:
+    """Join the ranks of this job, and give each its device and threads."""
     world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
     if cuda:  # before anything is allocated
         if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
@@ -184,24 +198,24 @@ def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not
-    host = _Host(len(neighbours), check_gpus(topology.replica_size) if cuda else 1)
+    sharing = check_gpus(topology.replica_size) if cuda else 1
     own = os.sched_getaffinity(0)
     share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, int(share)))
-    crowded = f"this host has more ranks ({host.ranks}) than cores ({len(own)}): they compute in turn"
-    return [crowded] * (not cuda and share < 1), host
+    crowded = f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"
+    return _Host(len(neighbours), sharing, [crowded] * (not cuda and share < 1))
 
 
-def _warn_of_shortage(prepared: Prepared, config: RunConfig, host: _Host) -> None:
+def _warn_of_shortage(prepared: Prepared, host: _Host) -> None:
     """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
     if prepared.world.local_rank == 0:
-        short = shortage(config, prepared.architecture, prepared.topology, *host, started=True)
-        if short is not None:
+        sizes = prepared.config, prepared.architecture, prepared.topology, host.ranks, host.sharing
+        if (short := shortage(*sizes, started=True)) is not None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
 
-def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
+def _tokenizer_notes(prepared: Prepared, copy: Path) -> list[str]:
     """Return notes about the tokenizer for the user; a collective."""
     data, notes = prepared.config.data, list[str]()
     if (pretrained := prepared.config.training.pretrained) is not None:
