@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.architecture import PipelineSplit
@@ -280,6 +281,43 @@ def test_drawn_config_resumes_bitwise_and_with_other_ranks(
     whole.change(other_ranks(Random(seed), whole.raw))
     told = succeed(whole, math.prod(sizes_of(whole.raw)), train_iters=STEPS + 2)
     assert f"step {STEPS}, " in told
+
+
+# Each refused at least where what it changes is used.
+SPOILED: list[dict[str, Any]] = [
+    {"model": {"num_query_groups": 3}},
+    {"model": {"num_layers": 7}},
+    {"noloco": {"fragments": 9}},
+    {"noloco": {"overlap_steps": 9}},
+    {"noloco": {"group_size": 9}},
+    {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+    {"parallel": {"expert_model_parallel_size": 3}},
+    {"zero_optimization": {"stage": 3}},
+    {"scheduler": {"type": "WSD", "params": {"total_num_steps": 2, "decay_num_steps": 3}}},
+]
+AGREED = [0, *range(101, 101 + len(SPOILED))]  # of all that is accepted, and spoiled
+QUICK_AGREED = (0, 106, 109)
+
+
+@pytest.mark.parametrize(
+    "seed", [seed if seed in QUICK_AGREED else slow(seed) for seed in [*AGREED, *range(1, 20)]]
+)
+def test_all_commands_agree_whether_a_drawn_config_is_sound(
+    seed: int, data: list[dict[str, Any]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`config --check`, its dry run, `plan`, and the training itself."""
+    run, ranks = drawn_run(seed, tmp_path, data)
+    if seed > 100:
+        run.raw = tiny(SPOILED[seed - 101], run.raw)
+    path = write_config(tmp_path, run.raw)
+    codes = {
+        name: main([*name.split(), path]) for name in ("config --check", "config --dry-run --check", "plan")
+    }
+    trained = run.launch(ranks)
+    codes["train"] = max(outcome.code for outcome in trained)
+    said = capfd.readouterr().err + trained[0].err
+    assert set(codes.values()) in ({0}, {2}), (codes, said)
+    assert seed > 100 or not codes["train"], said
 
 
 def of_few_ranks(seed: int) -> bool:
