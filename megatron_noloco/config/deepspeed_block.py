@@ -192,8 +192,12 @@ class DeepSpeedConfig(Offered):
 
     @property
     def zero_stage(self) -> int:
-        """Return DeepSpeed's stage of ZeRO, 1 or 2."""
-        return self.zero_optimization.stage or 1  # why not 0: `deepspeed_settings` in engine/
+        """Return DeepSpeed's stage of ZeRO, 1 or 2.
+
+        Not 0: without their own backward pass, DeepSpeed's stage-0 optimizers clip by a wrong norm (fp32) or take
+        a step in their constructor (bf16, fp16).
+        """
+        return self.zero_optimization.stage or 1
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:

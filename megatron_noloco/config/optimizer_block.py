@@ -1,6 +1,6 @@
 """The blocks `optimizer` and `scheduler`: the params of each type, and the rules between them."""
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -93,7 +93,7 @@ class _OneRate(Offered):
 
     def as_deepspeed(self) -> dict[str, Any]:
         """Return DeepSpeed's block `optimizer`."""
-        return {"type": self.type, "params": _given(self.params)}
+        return {"type": self.type, "params": self.rates | self.params.model_dump(exclude_none=True)}
 
 
 class AdamOptimizer(_OneRate):
@@ -139,20 +139,12 @@ class MuonOptimizer(Offered):
 
     def as_deepspeed(self) -> dict[str, Any]:
         """Return DeepSpeed's block `optimizer`."""
-        defaults = self.params.model_dump(exclude={"lr", "weight_decay"})
-        return {"type": self.type, "params": defaults | self.rates | _given(self.params, {"lr"})}
+        rest = self.params.model_dump(exclude={"lr", *self.rates})
+        return {"type": self.type, "params": self.rates | rest}
 
 
 Optimizer = Annotated[AdamOptimizer | MuonOptimizer | SgdOptimizer, Field(discriminator="type")]
 OPTIMIZERS: dict[str, type[OptimizerParams]] = _params_by_type(AdamOptimizer, MuonOptimizer, SgdOptimizer)
-
-
-def _given(params: OptimizerParams, without: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return the params that the file gives, and the weight decay: torch's AdamW would take 0.01."""
-    given = params.model_dump(exclude_unset=True, exclude_none=True, exclude=set(without))
-    if "betas" in given:  # torch refuses an integer beside a float: [0, 0.95]
-        given["betas"] = list(map(float, given["betas"]))
-    return {**given, "weight_decay": params.weight_decay}
 
 
 _TOTAL = 'Local steps until the rate is lowest; "auto": training.train_iters.'
@@ -234,12 +226,9 @@ SCHEDULES: dict[str, type[Settings]] = _params_by_type(
 
 def schedule_as_deepspeed(schedule: Schedule, train_iters: int) -> dict[str, Any]:
     """Return DeepSpeed's block `scheduler` for a run of so many local steps."""
-    params = schedule.params.model_dump(exclude_unset=True, exclude_none=True)
+    params = schedule.params.model_dump()
     if params.get("total_num_steps") == "auto":
         params["total_num_steps"] = train_iters
-    if schedule.type == "WarmupDecayLR":
-        # DeepSpeed takes null for the optimizer's rates, and a missing key for 1e-3.
-        params.setdefault("warmup_max_lr", None)
     return {"type": schedule.type, "params": params}
 
 
@@ -256,24 +245,22 @@ def check_schedule(optimizer: Optimizer, schedule: Schedule, train_iters: int) -
         except UserError as error:
             yield f"scheduler.params: {error}{source}"
         return
-    total, (warm_up, by_default) = params.get("total_num_steps"), warm_up_of(schedule.type, params)
+    total, warm_up = params.get("total_num_steps"), params["warmup_num_steps"]
     if total is not None and warm_up > total:
         yield (
-            f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "
+            f"scheduler.params.warmup_num_steps {warm_up}{by_default(schedule)} is more than "
             f"scheduler.params.total_num_steps {total}{source}"
         )
 
 
-def warm_up_of(schedule: str, params: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the local steps of the warm-up, and a note where the file does not give them."""
-    default = SCHEDULES[schedule].model_fields["warmup_num_steps"].default
-    by_default = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
-    return params.get("warmup_num_steps", default), by_default
+def by_default(schedule: Schedule) -> str:
+    """Return a note on the warm-up of a schedule where the file does not give it."""
+    return "" if "warmup_num_steps" in schedule.params.model_fields_set else " (DeepSpeed's default)"
 
 
 def _check_one_rate(rates: Mapping[str, float], schedule: str, params: Mapping[str, Any]) -> Iterator[str]:
     """Refuse one peak for an optimizer that has two, and a lowest rate above the peak."""
-    peak, lowest = params.get("warmup_max_lr"), params.get("warmup_min_lr", 0)
+    peak, lowest = params["warmup_max_lr"], params["warmup_min_lr"]
     name, other = (of(rates, key=rates.__getitem__) for of in (min, max))
     rate = rates[name]
     if peak is not None and rate != rates[other]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any
 
 from megatron_noloco.config.names import count
-from megatron_noloco.config.optimizer_block import warm_up_of
+from megatron_noloco.config.optimizer_block import by_default
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.engine.schedules import rates_in
 
@@ -21,9 +20,8 @@ def describe_rates(config: RunConfig) -> list[str]:
     peaks, steps = config.optimizer.rates, config.training.train_iters
     if scheduler is None:
         return [f"rates: {_each(peaks, peaks.values())} in every local step"]
-    schedule, params = scheduler["type"], scheduler["params"]
-    warm_up, _ = warm_up_of(schedule, params)
-    end = max(steps, params.get("total_num_steps", 0), warm_up + 2)
+    params = scheduler["params"]
+    end = max(steps, params.get("total_num_steps", 0), params["warmup_num_steps"] + 2)
     borders = (1, steps, end, *(value for value in params.values() if isinstance(value, int)))
     evaluated = rates_in(scheduler, list(peaks.values()), _around(borders, end))
     in_run = {step: rates for step, rates in evaluated.items() if step <= steps}
@@ -44,18 +42,17 @@ def _around(borders: Iterable[int], end: int) -> set[int]:
 def _contradictions(
     config: RunConfig, peaks: Mapping[str, float], evaluated: Mapping[int, list[float]]
 ) -> Iterator[str]:
-    scheduler, steps = config.as_deepspeed()["scheduler"], config.training.train_iters
-    params: dict[str, Any] = scheduler["params"]
+    steps, params = config.training.train_iters, config.as_deepspeed()["scheduler"]["params"]
     peak = params.get("warmup_max_lr")
     for name, rate in peaks.items():
-        if peak not in (None, rate) and name in config.as_deepspeed()["optimizer"]["params"]:
+        if peak not in (None, rate) and name in config.optimizer.params.model_fields_set:
             yield f"scheduler.params.warmup_max_lr {peak:g} holds, not optimizer.params.{name} {rate:g}"
     highest = max(evaluated.values())
     if highest > max(rates for step, rates in evaluated.items() if step <= steps):
-        warm_up, by_default = warm_up_of(scheduler["type"], params)
+        assert config.scheduler is not None
         yield (
-            f"the run of {count(steps, 'local step')} ends in the warm-up of {warm_up:,}{by_default}, below "
-            f"{_each(peaks, highest)}"
+            f"the run of {count(steps, 'local step')} ends in the warm-up of "
+            f"{params['warmup_num_steps']:,}{by_default(config.scheduler)}, below {_each(peaks, highest)}"
         )
     total = params.get("total_num_steps", steps)
     if total > steps:

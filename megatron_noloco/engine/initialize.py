@@ -113,10 +113,8 @@ def _announce_experts(stage: Stage, groups: Groups) -> None:
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's ds_config with the settings that this package decides.
+    """Return a ds_config with what depends on the precision and on the machine.
 
-    - ZeRO's stage is 1 where there is none, not DeepSpeed's 0: without their own backward pass, DeepSpeed's
-      stage-0 optimizers clip by a wrong norm (fp32) or take a step in their constructor (bf16, fp16).
     - In bf16, gradients accumulate in fp32 over the microbatches, as in Megatron, unless the file has another
       `data_types.grad_accum_dtype`; for correct numbers DeepSpeed then needs two more settings.
     - Adam is DeepSpeed's fused kernel where it loads, else torch's, fused on a GPU; unless the file has
@@ -128,7 +126,6 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         if settings["data_types"]["grad_accum_dtype"] == "fp32":
             settings["bf16"] = {"immediate_grad_update": True, **settings["bf16"]}
             settings.setdefault("communication_data_type", "fp32")
-    settings["zero_optimization"] = {"stage": 1, **settings.get("zero_optimization", {})}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
     if optimizer["type"] in ("Adam", "AdamW") and "torch_adam" not in parameters:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import schedule_as_deepspeed, warm_up_of
+from megatron_noloco.config.optimizer_block import schedule_as_deepspeed
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.monitor.run_log import ReplicaLog
@@ -21,7 +21,7 @@ from megatron_noloco.preflight.fit import LIBRARIES_BYTES
 from megatron_noloco.preflight.memory import fullest_stage
 from megatron_noloco.settings import FederationSettings
 
-_PHASES = ("decay_num_steps", "total_num_steps")  # of schedules, beside the warm-up
+_PHASES = ("warmup_num_steps", "decay_num_steps", "total_num_steps")  # of schedules
 _DRY_STEPS = 2  # the first makes the optimizer's state
 PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
 
@@ -34,8 +34,7 @@ def shortened(config: RunConfig, steps: int, factor: float = 1.0) -> RunConfig:
     whole, optimizer, scheduler = config.training.train_iters, config.optimizer, config.scheduler
     if scheduler is not None:
         params = schedule_as_deepspeed(scheduler, whole)["params"]
-        warm_up, _ = warm_up_of(scheduler.type, params)
-        phases = {"warmup_num_steps": warm_up} | {name: params[name] for name in _PHASES if name in params}
+        phases = {name: params[name] for name in _PHASES if name in params}
         # Rounded down, so that together they are no longer than the run; a phase that there is has a step.
         phases = {name: max(min(1, phase), phase * steps // whole) for name, phase in phases.items()}
         if (total := phases.pop("total_num_steps", None)) is not None:

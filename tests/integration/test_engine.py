@@ -1,7 +1,9 @@
 """The engine against what it must equal: plain torch, and itself on other topologies."""
 
 import math
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import SCHEDULES
+from megatron_noloco.config.deepspeed_block import Bf16Config, DeepSpeedConfig, Fp16Config, ZeroConfig
+from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.engine.schedules import RatioLR
+from megatron_noloco.fields import Settings
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
 from tests.harness import by_hand, run_ranks, slow
@@ -27,6 +33,7 @@ from tests.integration.tiny import (
     train,
     weights_of,
 )
+from tests.unit.configs import SMALLEST
 
 STEPS = 5
 BF16 = {"bf16": {"enabled": True}}
@@ -75,9 +82,8 @@ def assert_same_training(
 def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[float]) -> dict[str, Tensor]:
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
-    params = {
-        key: value for key, value in config.as_deepspeed()["optimizer"]["params"].items() if key != "lr"
-    }
+    given = config.as_deepspeed()["optimizer"]["params"].items()
+    params = {key: value for key, value in given if key not in ("lr", "adam_w_mode")}
     weights = list(stage.parameters())
     groups_of_parameters = [
         {"params": [weight for weight in weights if weight.dim() > 1]},
@@ -420,3 +426,86 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 def test_working_weights_follow_the_master_weights_over_dp() -> None:
     raw = tiny({"parallel": {**DP2, **PP2}, **BF16})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4
+
+
+# Defaults
+
+
+def settings_of_engine(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed, its optimizer and schedule, and Megatron-core run with, by the names of config files."""
+    config, groups, stage = build(raw, world_size)
+    deepspeed = ReplicaEngine(stage, groups, config.as_deepspeed())._deepspeed
+    read, group, core = deepspeed._config, deepspeed.optimizer.param_groups[0], stage.config
+    schedule = deepspeed.lr_scheduler
+    of_blocks = {
+        "bf16": read.bfloat16_config,
+        "fp16": read.float16_config,
+        "zero_optimization": read.zero_config,
+        "optimizer": SimpleNamespace(**group, adam_w_mode=group.get("decoupled_weight_decay")),
+        "scheduler": schedule._schedule if isinstance(schedule, RatioLR) else schedule,
+    }
+    found = {
+        "gradient_clipping": deepspeed.gradient_clipping(),
+        "zero_allow_untested_optimizer": read.zero_allow_untested_optimizer,
+        "optimizer.lr": next(getattr(schedule, name)[0] for name in PEAKS if hasattr(schedule, name)),
+        "scheduler.warmup_min_lr": getattr(schedule, "min_lrs", [None])[0],
+        "model.norm_epsilon": core.layernorm_epsilon,
+        "model.rotary_base": stage.chunks[0].rotary_base,
+        "model.untie_embeddings_and_output_weights": stage.tied_weight is None,
+        **{f"model.{name}": getattr(core, name) for name in ModelConfig.model_fields if hasattr(core, name)},
+    }
+    for block, kind in BLOCKS_OF_ENGINE.items():
+        for name in kind(raw).model_fields:
+            if (value := getattr(of_blocks[block], name, None)) is not None:
+                found.setdefault(f"{block}.{name}", list(value) if isinstance(value, tuple) else value)
+    return found
+
+
+PEAKS = ("org_lrs", "max_lrs", "_peaks")  # of schedules: the rates of all parameter groups
+BLOCKS_OF_ENGINE: dict[str, Callable[[dict[str, Any]], type[Settings]]] = {
+    "bf16": lambda raw: Bf16Config,
+    "fp16": lambda raw: Fp16Config,
+    "zero_optimization": lambda raw: ZeroConfig,
+    "optimizer": lambda raw: OPTIMIZERS[raw["optimizer"]["type"]],
+    "scheduler": lambda raw: SCHEDULES[raw["scheduler"]["type"]],
+}
+# Not an attribute of the engine under its name, or no value that runs.
+ELSEWHERE = {
+    "model.family": "the model's table of parameters",
+    "model.make_vocab_size_divisible_by": "the rows of the embedding",
+    "model.transformer_impl": "what is installed",
+    "model.z_loss_coeff": "the loss of the last stage",
+    "optimizer.adam_lr": "another parameter group",
+    "optimizer.muon_lr": "the first group, before the schedule",
+    "optimizer.ns_method": "Muon itself",
+    "zero_optimization.reduce_bucket_size": "at most the weights",
+    "scheduler.warmup_num_steps": "DeepSpeed takes 1 as 2, and the file gives it",
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "params"),
+    [
+        ("AdamW", "WSD", {"total_num_steps": 9, "decay_num_steps": 2}),
+        ("Adam", "WarmupLR", {}),
+        ("SGD", "WarmupDecayLR", {"total_num_steps": 2000}),
+        ("Muon", "WarmupCosineLR", {"total_num_steps": 2000}),
+    ],
+)
+def test_a_default_is_the_value_that_runs(optimizer: str, schedule: str, params: dict[str, Any]) -> None:
+    """All fields of DeepSpeed and of the model that have a default, with nothing but what a file must give."""
+    raw = SMALLEST | {
+        "optimizer": {"type": optimizer},
+        "scheduler": {"type": schedule, "params": params},
+        "data": {"text": "python-stdlib"},
+    }
+    (found,) = run_ranks(1, settings_of_engine, raw)
+    blocks = {block: kind(raw) for block, kind in BLOCKS_OF_ENGINE.items()} | {"model": ModelConfig}
+    defaults = {"gradient_clipping": DeepSpeedConfig.model_fields["gradient_clipping"].default}
+    for block, kind in blocks.items():
+        fields = kind.model_fields.items()
+        defaults |= {f"{block}.{name}": one.default for name, one in fields if not one.is_required()}
+    expected = {
+        name: value for name, value in defaults.items() if value is not None and name not in ELSEWHERE
+    }
+    assert {name: found.get(name) for name in expected} == expected
