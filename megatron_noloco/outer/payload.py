@@ -36,7 +36,8 @@ So the mean over the replicas only lacks mean(r), which does not accumulate (wit
 alpha^j mean(r_t-j)). The variance of a member's error falls from (n-1)/n to 1/n of that of r. In a pair these
 are equal, so a pair keeps nothing.
 
-All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
+All results that members must agree on come from element-wise operations that IEEE 754 makes equal everywhere: sums,
+differences, products and quotients of two numbers, roots (`_root`), rounding to integers and to bf16. None is fused.
 The same operations run on a GPU if the vector lies there, and give the same bits. Only the squares in reports are
 added up in another order. Steps are found on the host, from sketches, which are messages: a GPU multiplies by 1/5
 where a CPU divides by 5, and a pair of both would not agree on steps.
@@ -343,9 +344,14 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
         finite = torch.isfinite(size) & torch.isfinite(difference)
         difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
         difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
-        step = difference.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
-        step = torch.maximum(step, size.div_(len(sketches)).sqrt_().mul_(_FINEST)).clamp_(min=_SMALLEST)
+        step = _root(difference).mul_(holds / (2 ** (bits - 1) - 1))
+        step = torch.maximum(step, _root(size.div_(len(sketches))).mul_(_FINEST)).clamp_(min=_SMALLEST)
         out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the square root of fp32 as IEEE 754 rounds it; the last bit of torch's own depends on its library."""
+    return x.double().sqrt_().float()
 
 
 def _energy(sketches: Tensor) -> Tensor:
