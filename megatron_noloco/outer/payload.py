@@ -36,8 +36,9 @@ So the mean over the replicas only lacks mean(r), which does not accumulate (wit
 alpha^j mean(r_t-j)). The variance of a member's error falls from (n-1)/n to 1/n of that of r. In a pair these
 are equal, so a pair keeps nothing.
 
-All results that members must agree on come from element-wise operations that IEEE 754 makes equal everywhere: sums,
-differences, products and quotients of two numbers, roots (`_root`), rounding to integers and to bf16. None is fused.
+All results that members must agree on come from element-wise operations that IEEE 754 makes equal everywhere:
+sums, differences, products and quotients of two numbers, roots (`_root`), rounding to integers and bf16. None is
+fused.
 The same operations run on a GPU if the vector lies there, and give the same bits. Only the squares in reports are
 added up in another order. Steps are found on the host, from sketches, which are messages: a GPU multiplies by 1/5
 where a CPU divides by 5, and a pair of both would not agree on steps.

