@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import PIECE, Advance, Piece, begins_as_json_lines, text_problem
+from megatron_noloco.data.formats import PIECE, Advance, Piece, first_object, text_problem
 from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -17,8 +17,11 @@ Item = TypeVar("Item")
 
 _LEFT_OUT = {
     "not_text": "file{} not in UTF-8",
-    "unread": "file{} of formats that are not read, unpack them",
+    "packed": "file{} of formats that are not read, unpack them",
+    "tables": "file{} of CSV or TSV, write the rows as JSON lines or Parquet",
+    "pointers": "pointer{} of Git LFS, `git lfs pull` fetches the files",
     "not_lines": "file{} of JSON that are no JSON lines with the key",
+    "unnamed_lines": "file{} of JSON lines whose names do not end with .jsonl",
     "empty_files": "empty file{}",
 }
 # Counts of what is read otherwise than it looks, in a summary.
@@ -146,18 +149,21 @@ def _is_left_out(item: Input, key: str, counts: Counts) -> bool:
     A file that was given itself is left to its reader; raises UserError where there is none.
     """
     found = item.folder is not None
-    if item.unread and not found:
-        raise UserError(f"{item.path}: {item.unread}")
     if item.is_empty:
-        reason = "empty_files"
-    elif item.unread:
-        reason = "unread"
-    elif found and item.kind == "text" and text_problem(item.path):
-        reason = "not_text"
-    elif found and item.path.suffix == ".json" and not begins_as_json_lines(item.path, key):
-        reason = "not_lines"
-    else:
+        counts.leave_out("empty_files", item)
+        return True
+    unread = item.unread
+    if not unread and found and item.kind == "text" and text_problem(item.path):
+        unread = "not_text", ""
+    elif not unread and item.kind == "text" and first_object(item.path) is not None:
+        unread = "unnamed_lines", "holds lines of JSON; give it a name that ends with .jsonl"
+    elif not unread and found and item.path.suffix == ".json" and key not in (first_object(item.path) or ()):
+        unread = "not_lines", ""
+    if not unread:
         return False
+    reason, advice = unread
+    if not found:
+        raise UserError(f"{item.path}: {advice}")
     counts.leave_out(reason, item)
     return True
 

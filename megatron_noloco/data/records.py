@@ -41,6 +41,9 @@ def find_records(path: str) -> Inputs:
     if not records:
         kinds = ", ".join((*JSON_LINES, *TABLES))
         raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
+    for item in records:
+        if item.unread:
+            raise UserError(f"data.sft_data_path: {item.path}: {item.unread[1]}")
     if others:
         notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
     return Inputs(records, notes)

@@ -28,6 +28,8 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
 # Name of a file, its content, further options of `data preprocess`.
 WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     # lines of JSON
@@ -52,6 +54,10 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("empty.txt", b"", ()),
     # formats
     ("text.txt.xz", lzma.compress(b"text"), ()),
+    ("rows.csv", b"text,label\none,1\n", ()),
+    ("rows.TSV.gz", gzip.compress(b"text\tlabel\n"), ()),
+    ("pointer.parquet", LFS_POINTER, ()),
+    ("lines.txt", b'\xef\xbb\xbf{"messages": []}\n{"messages": []}\n', ()),
     ("cut.jsonl.gz", gzip.compress(b"x" * 99)[:-9], ()),
     ("cut.txt.zst", zstd(bytes(range(256)) * 40)[:200], ()),
     ("plain.parquet", b"plain", ()),
@@ -101,15 +107,24 @@ def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    for name, content in {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}.items():
+    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}
+    files |= {
+        "e.csv": b"a,b",
+        "f.jsonl": LFS_POINTER,
+        "g.txt": b'{"text": "a"}\n',
+        "h.txt": b"{as} prose,\n{}\n",
+    }
+    for name, content in files.items():
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "1 documents, 4 tokens; left out: 1 file not in UTF-8 (d; 1 bytes), 1 file of formats that are not read, "
-        "unpack them (b.txt.xz; 1 bytes), 1 file of JSON that are no JSON lines with the key (c.json; 2 bytes)"
-        "; documents that are files of text beside records: 1"
+        "2 documents, 19 tokens; left out: 1 file not in UTF-8 (d; 1 bytes), 1 file of formats that are not read, "
+        "unpack them (b.txt.xz; 1 bytes), 1 file of CSV or TSV, write the rows as JSON lines or Parquet (e.csv; 3 "
+        "bytes), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.jsonl; 70 bytes), 1 file of JSON that "
+        "are no JSON lines with the key (c.json; 2 bytes), 1 file of JSON lines whose names do not end with .jsonl "
+        "(g.txt; 14 bytes); documents that are files of text beside records: 2"
     )
-    assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 1
+    assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
 
 def peak_bytes(code: str, *arguments: Any) -> int:
