@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
 from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, read_documents
@@ -17,7 +19,7 @@ from megatron_noloco.data.samples import Samples, ShuffledSamples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_writable
+from megatron_noloco.files import check_writable, outside
 from megatron_noloco.plans.sample_order import slots_of
 
 TRAINING, VALIDATION = range(2)
@@ -210,12 +212,40 @@ class Records(Kind):
         return RecordSamples(dataset, needs.seq_length, self.source.packed, self.tokenizer.end_of_document)
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
-        parts = [*training.parts, *(validation.parts if validation else ())]
-        cut = sum(part.cut for part in parts if isinstance(part, RecordSamples))
-        return (
-            f"{self.source.name}, {self.facts['records']} records ({cut} longer than a sample), {len(training)} "
-            f"training samples with {len(parts[0].labels)} tokens in answers{self.facts['notes']}"
+        learnt, tokens = len(training.parts[0].labels), training.tokens_per_sample * len(training)
+        line = (
+            f"{self.source.name}, {self.facts['records']} records, {len(training)} training samples with {learnt} "
+            f"tokens in answers, {100 * learnt / tokens:.3g} % of all"
         )
+        too_long, left_out = self._records_that_do_not_fit([training, *([validation] if validation else [])])
+        if len(too_long):
+            line += f"; records longer than a sample, cut: {len(too_long)} (first {self._place(too_long[0])})"
+        if len(left_out):
+            line += f"; records left out, since no answer fits: {len(left_out)} (first {self._place(left_out[0])})"
+        return line + self.facts["notes"]
+
+    def _records_that_do_not_fit(self, blends: list[Blend]) -> list[np.ndarray]:
+        """Return the numbers of the records that are cut, and of those that are left out.
+
+        The blends follow each other in the dataset from its beginning.
+        """
+        parts = [part for blend in blends for part in blend.parts if isinstance(part, RecordSamples)]
+        too_long = np.concatenate([part.too_long for part in parts])
+        left_out = np.concatenate([part.left_out for part in parts])
+        bounds = self.training[0][0].document_bounds
+        assert bounds is not None
+        firsts = bounds[bounds < len(too_long)]
+        gone = np.logical_and.reduceat(left_out, firsts)
+        cut = np.logical_or.reduceat(too_long, firsts) & ~gone
+        return [np.flatnonzero(cut), np.flatnonzero(gone)]
+
+    def _place(self, record: int) -> str:
+        """Return the place of a record in words, by its number in the dataset."""
+        for name, number in self.facts["records_of_files"]:
+            if record < number:
+                return f"record {record + 1} of {outside(name)}"
+            record -= number
+        raise AssertionError("no file has the record")
 
 
 def _in_words(blend: Blend | None) -> str:

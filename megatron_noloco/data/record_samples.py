@@ -20,7 +20,8 @@ class RecordSamples:
     A record longer than a sample is cut, and left out if none of its answer remains.
 
     Attributes:
-        cut: number of records that were cut or left out.
+        too_long: whether each sequence is longer than a sample, bool [sequences].
+        left_out: whether each is left out, bool [sequences].
     """
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
@@ -34,10 +35,11 @@ class RecordSamples:
         self._tokens = dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
         begins, lengths = self._pieces(dataset)
-        self.cut = int((lengths > seq_length + 1).sum())
+        self.too_long = lengths > seq_length + 1
         lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
         learnt = self._learnt(begins, lengths)
         fit = learnt > 0
+        self.left_out = ~fit
         self._begins, self._lengths, self._learnt_lengths = begins[fit], lengths[fit], learnt[fit]
         if not fit.any():
             raise UserError(

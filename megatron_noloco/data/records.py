@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import Counts, Sequence, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, Sequence, read_ahead
 from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
 from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -28,6 +28,7 @@ class _Record(NamedTuple):
     answers: list[Answer]
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
+    roles: list[str] = []  # noqa: RUF012 (read only): of its messages
 
 
 def find_records(path: str) -> Inputs:
@@ -169,6 +170,8 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record
             record = _record_of(row, template)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        counts.records[item.name] += 1
+        counts.roles.update(role for role in record.roles if role not in ROLES)
         counts["dated"] += record.from_template and template.asks_for_date(row.get("tools"))
         strings = [*_strings(row)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
@@ -210,7 +213,8 @@ def _record_of(row: Any, template: ChatTemplate) -> _Record:
             read = 'messages and "tools"' if messages else "prompt and completion"
             raise UserError(f'"{key}" is no part of the text; {read} are')
     if messages:
-        return _Record(*answers_of(messages, given.get("tools"), template), from_template=True)
+        answers, empty = answers_of(messages, given.get("tools"), template)
+        return _Record(answers, empty, True, [message["role"] for message in messages])
     answer = Answer(given["prompt"], given["completion"])
     return _Record([answer], int(not answer.text.strip()), from_template=False)
 

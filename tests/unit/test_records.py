@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -264,7 +265,8 @@ class TestRecordSamples:
     def test_longer_records_are_cut_and_without_an_answer_left_out(self) -> None:
         long = [record(12, 0, 6), record(12, 50, 2)]
         dataset = samples_of([*long, record(9, 90)], packed=False)  # a sample holds 8 tokens and their labels
-        assert dataset.cut == 2
+        assert dataset.too_long.tolist() == [True, True, False]
+        assert dataset.left_out.tolist() == [False, True, False]
         assert len(dataset) == 2
         assert dataset[0].labels.tolist() == [IGNORED] * 5 + [6, 7, 8]
         with pytest.raises(ValueError, match="the data: none of 1 records has an answer within 8 tokens"):
@@ -290,11 +292,33 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     built = open_data(source(path, packed=False), BYTES, needs)
     first = [BYTES.decode(built.training[index].tokens[1:2]) for index in range(len(built.training))]
     assert first == list("01234567")
-    assert "10 records (0 longer than a sample), 8 training samples" in built.summary
+    assert "10 records, 8 training samples with 16 tokens in answers, 100 % of all" in built.summary
     (validation,) = open_validation(source(path, packed=False), BYTES, needs, {}, 8).parts
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         open_data(source(path, "999,1"), BYTES, needs)
+
+
+def test_records_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    """In records, also where an answer is a sequence of its own; by file and row."""
+    texts = [("", "a"), ("", "a" * 12), ("a" * 12, "b"), ("", "c")]
+    for name in ("a", "b"):
+        given = [{"prompt": prompt, "completion": answer} for prompt, answer in texts]
+        write(tmp_path / f"{name}.jsonl", *given[: 1 if name == "a" else None])
+    summary = open_data(source(str(tmp_path), "1"), BYTES, Needs(257, 8, evaluates=False)).summary
+    assert summary.endswith(
+        "5 records, 2 training samples with 14 tokens in answers, 100 % of all; records longer than a sample, cut: "
+        "1 (first record 2 of b.jsonl); records left out, since no answer fits: 1 (first record 3 of b.jsonl)"
+    )
+
+
+def test_other_roles_are_named_with_the_share_that_is_learnt(model: Path, tmp_path: Path) -> None:
+    """A template writes a misspelt role as it is, and nothing of its message is learnt."""
+    chat = [CHAT[1], CHAT[2] | {"role": "assitant"}, *CHAT[3:]]
+    path = write(tmp_path / "a.jsonl", {"messages": chat}, {"messages": CHAT})
+    summary = open_data(source(path, "1"), FastTokenizer(model), Needs(300, 256, evaluates=False)).summary
+    assert re.search(r"with \d+ tokens in answers, \d\d\.\d % of all; messages of other roles than", summary)
+    assert summary.endswith('system, user, assistant, tool: "assitant" (1), nothing is learnt of them')
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
