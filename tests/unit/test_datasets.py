@@ -575,12 +575,15 @@ class TestLoader:
 
 
 @pytest.mark.parametrize(
-    ("count", "multiple", "taken"), [(None, 1, 10), (None, 4, 8), (5, 4, 8), (8, 4, 8), (1, 4, 4)]
+    ("count", "multiple", "taken", "samples"),
+    [(None, 1, 11, 31), (None, 4, 12, 31), (5, 4, 8, 24), (11, 4, 12, 31), (1, 4, 4, 12)],
 )
-def test_validation_takes_what_fills_the_pipeline(count: int | None, multiple: int, taken: int) -> None:
-    """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
+def test_validation_fills_the_pipeline(count: int | None, multiple: int, taken: int, samples: int) -> None:
+    """31 samples are 10 microbatches of 3 and a rest; a pipeline with virtual stages takes 4 at once, or 8."""
     dataset = Samples(Dataset(np.arange(31 * 4 + 1)), Needs(125, 4))
     source = ValidationSource(dataset, 3, count, multiple_of=multiple)
-    seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
+    found = [source.microbatch(index) for index in range(len(source))]
+    labels = torch.cat([microbatch.labels for microbatch in found])
+    learnt = labels[labels >= 0].tolist()
     assert len(source) == taken
-    assert len(set(seen[:, 0].tolist())) == 3 * taken
+    assert len(learnt) == len({*learnt}) == 4 * samples
