@@ -208,13 +208,7 @@ def _open_table(path: Path) -> tuple[list[str], int | None, Callable[[list[str]]
 
 
 def _as_json(value: Any, kind: Any) -> Any:
-    """Return a value of a column as a line of JSON would have it: a map as an object, objects without nulls.
-
-    In a table an object has the keys of all rows, which are null where a row lacks them.
-
-    Args:
-        kind: its type in Arrow.
-    """
+    """Return a value of a column, of this type in Arrow, as a line of JSON would have it: a map as an object."""
     from pyarrow import types
 
     if value is None or not types.is_nested(kind):
@@ -222,7 +216,7 @@ def _as_json(value: Any, kind: Any) -> Any:
     if types.is_map(kind):
         return {key: _as_json(held, kind.item_type) for key, held in value}
     if types.is_struct(kind):
-        return {of.name: _as_json(held, of.type) for of in kind if (held := value[of.name]) is not None}
+        return {of.name: _as_json(value[of.name], of.type) for of in kind}
     return [_as_json(held, kind.value_type) for held in value]
 
 

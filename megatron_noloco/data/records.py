@@ -164,7 +164,8 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record]:
     template = tokenizer.chat_template
-    for place, row in item.rows(counts.advance):
+    for place, content in item.rows(counts.advance):
+        row = without_nulls(content)
         try:
             check_whole_characters(json.dumps(row, ensure_ascii=False, default=str))
             record = _record_of(row, template)
@@ -178,6 +179,13 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record
         yield record
 
 
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys that are null: tables and datasets write one for each key that another row has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
+
+
 def _strings(value: Any) -> Iterator[str]:
     """Yield each text in a part of a record."""
     if isinstance(value, str):
@@ -188,15 +196,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _record_of(row: Any, template: ChatTemplate) -> _Record:
-    given = row
-    if isinstance(row, dict):  # null is what datasets write where a record has no such key
-        given = {key: value for key, value in row.items() if value is not None}
-    match given:
+    match row:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
             for key in ("prompt", "completion"):
-                if key in given and not _is_among(given[key], messages):
+                if key in row and not _is_among(row[key], messages):
                     raise UserError(f'has "messages" and a "{key}" that is not among them; leave out either')
         case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
             messages = [*map(_without_loss, prompt), *completion]
@@ -209,13 +214,13 @@ def _record_of(row: Any, template: ChatTemplate) -> _Record:
                 "text or both lists of messages"
             )
     for key in _UNREAD if messages else (*_UNREAD, "tools"):
-        if given.get(key):
+        if row.get(key):
             read = 'messages and "tools"' if messages else "prompt and completion"
             raise UserError(f'"{key}" is no part of the text; {read} are')
     if messages:
-        answers, empty = answers_of(messages, given.get("tools"), template)
+        answers, empty = answers_of(messages, row.get("tools"), template)
         return _Record(answers, empty, True, [message["role"] for message in messages])
-    answer = Answer(given["prompt"], given["completion"])
+    answer = Answer(row["prompt"], row["completion"])
     return _Record([answer], int(not answer.text.strip()), from_template=False)
 
 

@@ -11,6 +11,7 @@ from pyarrow import parquet
 
 from megatron_noloco.data.chat import ChatTemplate, answers_of
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.records import without_nulls
 from megatron_noloco.errors import UserError
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.golden import check
@@ -76,7 +77,9 @@ def test_published_templates_train_or_say_why_not(tmp_path: Path) -> None:
             for name, messages in CONVERSATIONS.items():
                 template.checked_roles.clear()
                 try:
-                    found, _ = answers_of(messages, tools if "tool" in name else None, template)
+                    found, _ = answers_of(
+                        without_nulls(messages), tools if "tool" in name else None, template
+                    )
                     said = "\n".join(f"...{answer.before[-40:]!r} {answer.text!r}" for answer in found)
                 except UserError as error:
                     said = f"refused: {error}"
@@ -220,6 +223,15 @@ def test_a_template_must_write_each_text(written: str, messages: Any, left_out: 
         load(tmp_path, template, messages)
 
 
+def test_answers_in_a_row_that_a_template_does_not_write_are_named(tmp_path: Path) -> None:
+    joined = TEMPLATE.replace(
+        "<{{ message['role'] }}>", "{% if loop.index < 3 %}<{{ message.role }}>{% endif %}"
+    )
+    line = "line 1: messages 2 and 3 are both answers, which the chat template does not write one after the other"
+    with pytest.raises(ValueError, match=line):
+        load(tmp_path, joined, [ASKED, ANSWER, ANSWER])
+
+
 def test_template_may_trim_and_write_tool_answers(tmp_path: Path) -> None:
     trimming = TEMPLATE.replace("message['content']", "message['content'] | trim")
     load(tmp_path, trimming, [{**ASKED, "content": " two\n"}, {**ANSWER, "content": "\n"}])
@@ -236,7 +248,7 @@ def test_arguments_have_the_form_that_a_template_takes(written: str, tmp_path: P
         assert 'weather{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
 
 
-@pytest.mark.parametrize("arguments", ["city: Köln", json.dumps('{"city": "Köln"}'), [1], None])
+@pytest.mark.parametrize("arguments", ["city: Köln", json.dumps('{"city": "Köln"}'), [1]])
 def test_arguments_that_are_no_object_are_named(arguments: Any, tmp_path: Path) -> None:
     line = 'line 1: message 2: "arguments" of a tool call must be an object, or the JSON text of an object'
     with pytest.raises(ValueError, match=line):

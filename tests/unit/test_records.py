@@ -125,9 +125,7 @@ class TestRecords:
             ),
             tmp_path / "a.parquet",
         )
-        with pytest.raises(
-            ValueError, match=r'a.parquet, row 2: {"prompt": "a", "completion": null, "text": "b"} is'
-        ):
+        with pytest.raises(ValueError, match=r'a.parquet, row 2: {"prompt": "a", "text": "b"} is'):
             load_records(str(tmp_path / "a.parquet"), BYTES)
 
     @pytest.mark.parametrize(
@@ -307,8 +305,8 @@ def test_records_that_do_not_fit_are_named(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", *given[: 1 if name == "a" else None])
     summary = open_data(source(str(tmp_path), "1"), BYTES, Needs(257, 8, evaluates=False)).summary
     assert summary.endswith(
-        "5 records, 2 training samples with 14 tokens in answers, 100 % of all; records longer than a sample, cut: "
-        "1 (first record 2 of b.jsonl); records left out, since no answer fits: 1 (first record 3 of b.jsonl)"
+        "5 records, 2 training samples with 14 tokens in answers, 100 % of all; records longer than a sample, "
+        "cut: 1 (first record 2 of b.jsonl); records left out, since no answer fits: 1 (first record 3 of b.jsonl)"
     )
 
 
