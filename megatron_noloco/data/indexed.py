@@ -6,6 +6,8 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
+import glob
+import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
+_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -57,6 +60,17 @@ class Dataset:
         """How many there are."""
         return 1 if self.offsets is None else len(self.offsets) - 1
 
+    def ends_with(self, token: int, most: int | None = None) -> bool:
+        """Return whether any of its documents, of the first `most` if that is given, ends with a token."""
+        bounds = self.document_bounds
+        assert bounds is not None
+        assert self.offsets is not None
+        for first in range(1, min(len(bounds), most or len(bounds)), _ENDS_AT_ONCE):
+            ends = self.offsets[bounds[first : first + _ENDS_AT_ONCE]]
+            if (self.tokens[ends[ends > 0] - 1] == token).any():
+                return True
+        return False
+
     def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
         """Return sequences `first` to `stop` of an indexed dataset, as views of the files."""
         assert isinstance(self.offsets, Offsets)
@@ -73,10 +87,7 @@ def read_indexed(prefix: str) -> Dataset:
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
-                '`data preprocess` wrote, without ".bin"'
-            )
+            raise UserError(f"{path}: no such file (looked from cwd {Path.cwd()}); {_advice(prefix)}")
     dtype, lengths, begins, bounds = _read_index(idx_path)
     sequences, size = len(lengths), bin_path.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
@@ -111,6 +122,18 @@ def read_indexed(prefix: str) -> Dataset:
             )
     offsets = Offsets(begins, size, dtype.itemsize)
     return Dataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
+
+
+def _advice(prefix: str) -> str:
+    """Return what may be meant by a prefix that has no dataset."""
+    path = Path(prefix)
+    if named := sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx")):
+        return f"there is {named[0].with_suffix('')}, whose name has the key"
+    if path.is_dir() or (path.suffix not in ("", ".bin", ".idx") and path.is_file()):
+        return f"{prefix} is text or records, which data.text or data.sft_data_path take"
+    if re.fullmatch(r"[0-9.e-]+", path.name):
+        return f'if it is a weight, it stands before its prefix: [{path.name}, "prefix"]'
+    return 'give the prefix that `data preprocess` wrote, without ".bin"'
 
 
 class Offsets:

@@ -113,7 +113,8 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
     for place in places:
         given = Path(place).expanduser()
         if not given.exists():
-            raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()})")
+            prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
+            raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")
         for path in _paths_below(given) if given.is_dir() else [given]:
             dead += not path.exists()
             if path.is_file() or path == given:

@@ -24,6 +24,7 @@ from megatron_noloco.plans.sample_order import slots_of
 
 TRAINING, VALIDATION = range(2)
 SPLITS = ("training", "validation")
+_FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at, of a dataset that is there
 
 
 Weighted = list[tuple[Dataset, float]]
@@ -180,9 +181,13 @@ class Preprocessed(Documents):
         )
         line, tokenizer = "; ".join(words), self.tokenizer
         bos = tokenizer.beginning_of_document
-        begin = {dataset.name: dataset.tokens[0] for dataset, _ in self.training + (self.validation or [])}
-        for prefix, token in begin.items():
-            begins = token == bos
+        datasets = {dataset.name: dataset for dataset, _ in self.training + (self.validation or [])}
+        for prefix, dataset in datasets.items():
+            if not dataset.ends_with(tokenizer.end_of_document, _FIRST_DOCUMENTS):
+                line += (
+                    f"; documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
+                )
+            begins = dataset.tokens[0] == bos
             if tokenizer.before_document and not begins:
                 raise UserError(
                     f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "

@@ -329,10 +329,27 @@ class TestText:
         for suffix in (".bin", ".idx"):
             shutil.copyfile(folder / f"a{suffix}", tmp_path / f"copy{suffix}")
         copy = str(tmp_path / "copy")
-        told = f"; the validation text {copy} is training text, so its loss says nothing of other text"
+        told = (
+            "; sequences of validation that are also training data: 40 of 40 compared; the loss on them says"
+        )
         for name in ("a", "b"):
             source = IndexedSource(((name, 1.0),), ((copy, 1.0),), None)
-            assert open_data(source, byte, needs).summary.endswith(told) == (name == "a")
+            assert (told in open_data(source, byte, needs).summary) == (name == "a")
+
+    def test_documents_of_validation_that_are_also_training_data_are_counted(self, tmp_path: Path) -> None:
+        """Wherever they lie in the files."""
+        texts = [f"document {number}" for number in range(10)]
+        for name, lines in {"a": texts, "b": [*texts[7:], "another"]}.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+        line = "also training data: 3 of 4 compared;"
+        assert line in build(text=str(tmp_path), split="10,4").summary
+
+    def test_documents_without_an_end_are_told(self, tmp_path: Path) -> None:
+        line = "; documents of {} have no end-of-document token (preprocess with --append-eod)"
+        for ends in (True, False):
+            prefix = write_dataset(tmp_path / str(ends), [[*range(20), *[256] * ends]] * 8)
+            summary = build(data_path=prefix, split="1,0,0", evaluates=False).summary
+            assert (line.format(prefix) in summary) != ends
 
     def test_datasets_without_weights_are_read_by_their_sizes(self) -> None:
         built = build(data_path=["a", "one"], split="1,0,0", evaluates=False)
