@@ -13,8 +13,18 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.sources import Needs
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.errors import UserError
 from tests.harness import output_of, refusal_of
+from tests.unit.configs import SMALLEST
+from tests.unit.datasets import load_records, write_dataset
 from tests.unit.golden import check
+from tests.unit.test_chat import ANSWER, ASKED, CALLS, called
+from tests.unit.test_records import TEMPLATE, chat_tokenizer, write
 
 
 def parquet_of(text: bytes, columns: int = 1) -> bytes:
@@ -92,6 +102,128 @@ def test_each_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             yield " ".join([name, *options]), said
 
     check("data_lines", cases())
+
+
+CHANGED = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1] | lower")
+SILENT = TEMPLATE.replace("message['content']", "message['content'] if message.role != 'system'")
+THINKING = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
+TWICE = TEMPLATE.replace("<{{ message['role'] }}>", "{% if loop.index < 3 %}<{{ message.role }}>{% endif %}")
+STRICT = "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
+CHAT_TEMPLATES = {
+    "strict": STRICT,
+    "changing": CHANGED,
+    "silent": SILENT,
+    "thinking": THINKING,
+    "twice": TWICE,
+    "tools": "{{ tools }}" + CALLS,
+    "tools of messages": "{{ messages[0].tools }}" + TEMPLATE,  # as in Phi-4-mini
+    "none": "",
+}
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}]
+
+
+def chat(*messages: Any, **others: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, *messages], **others}
+
+
+# A chat template, and a record.
+WRONG_RECORDS: list[tuple[str, Any]] = [
+    # what is no record, or says more than is read
+    ("strict", {"text": "a", "completion": None}),
+    ("strict", {"conversations": [{"from": "human"}]}),
+    ("strict", {"prompt": [ASKED], "completion": "a"}),
+    ("strict", {"messages": []}),
+    ("strict", [ASKED, ANSWER]),
+    ("strict", chat(ANSWER, functions=[{"name": "f"}])),
+    ("strict", chat(ANSWER, system="a")),
+    ("strict", {"prompt": "a", "completion": "b", "system": "c"}),
+    ("strict", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}),
+    ("strict", chat(ANSWER, prompt="a", completion="b")),
+    ("strict", chat(ANSWER, weight=0)),
+    ("strict", {"prompt": "a", "completion": "b", "weight": 0}),
+    ("strict", {"prompt": "\ud800", "completion": "a"}),
+    ("tools", chat(ANSWER, tools=[{"\ud800": 1}])),
+    # messages
+    ("strict", {"messages": ["hello"]}),
+    ("strict", {"messages": [{"from": "human", "value": "a"}]}),
+    ("strict", chat()),
+    ("strict", {"messages": [{"role": "user", "content": None}, ANSWER]}),
+    ("strict", {"messages": [ANSWER]}),
+    ("strict", chat({**ANSWER, "role": "refused"}, ANSWER)),
+    ("strict", chat({"role": "assistant", "text": "a"})),
+    ("strict", chat({**ANSWER, "thoughts": "a"})),
+    ("strict", chat({**ANSWER, "tool_calls": [1]})),
+    ("strict", chat({"role": "assistant", "text": None})),
+    ("strict", chat({"role": "assistant", "content": []})),
+    ("strict", chat({"role": "assistant", "content": 0})),
+    ("strict", chat({"role": "assistant", "content": {"a": 1}})),
+    ("strict", chat({"role": "assistant", "content": IMAGE})),
+    ("strict", chat({**ANSWER, "weight": 0.5})),
+    ("strict", chat({**ASKED, "weight": 1})),
+    ("strict", chat({**ANSWER, "weight": 0})),
+    # what a template does not write
+    ("none", chat(ANSWER)),
+    ("thinking", chat(ANSWER)),
+    ("silent", chat(ANSWER, {"role": "system", "content": "be brief"}, ASKED, ANSWER)),
+    ("changing", chat({**ANSWER, "content": "a</think>b"})),
+    ("changing", {"messages": [{**ASKED, "content": "Two"}, {**ANSWER, "content": "two"}]}),
+    ("twice", chat(ANSWER, ANSWER)),
+    # tools and their calls
+    ("tools", chat(ANSWER, tools="[1]")),
+    ("strict", chat(ANSWER, tools=[{"name": "f"}])),
+    ("tools of messages", chat(ANSWER, tools=[{"name": "f"}])),
+    ("tools", {"messages": called("city: Ulm")}),
+    ("tools", {"messages": called('"city"')}),
+    ("tools", {"messages": called([1])}),
+]
+
+
+def test_each_record_is_one_line(tmp_path: Path) -> None:
+    """Which names file and row: tests/golden/record_lines.txt."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for name, template in CHAT_TEMPLATES.items():
+            chat_tokenizer(tmp_path / name, template)
+            if not template:
+                (tmp_path / name / "chat_template.jinja").unlink()
+        for name, record in WRONG_RECORDS:
+            path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
+            with pytest.raises(UserError) as caught:
+                load_records(path, FastTokenizer(tmp_path / name))
+            line = str(caught.value)
+            assert line.startswith(f"{path}, line 2: ")
+            assert "\n" not in line
+            yield f"{name}: {json.dumps(record)}", line.replace(str(tmp_path), "FOLDER")
+
+    check("record_lines", cases())
+
+
+WRONG_PREFIXES: list[dict[str, Any]] = [
+    {"data_path": "nowhere"},
+    {"data_path": "corpus"},
+    {"data_path": "corpus_text_document.bin"},
+    {"data_path": "texts"},
+    {"data_path": "text.txt"},
+    {"data_path": ["corpus_text_document", "0.3"]},
+    {"data_path": "0.3 corpus_text_document"},
+    {"text": "corpus_text_document"},
+]
+
+
+def test_each_prefix_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what may be meant: tests/golden/prefix_lines.txt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "text.txt").write_text("text")
+    write_dataset(tmp_path / "corpus_text_document", [[1, 2, 3]] * 9)
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for given in WRONG_PREFIXES:
+            with pytest.raises(UserError) as caught:
+                open_data(RunConfig(**SMALLEST | {"data": given}).data.source, ByteTokenizer(), Needs(257, 4))
+            yield json.dumps(given), str(caught.value).replace(str(tmp_path), "FOLDER")
+
+    check("prefix_lines", cases())
 
 
 @pytest.mark.skipif(not Path("/usr/bin/zstd").exists(), reason="needs zstd")

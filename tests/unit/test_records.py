@@ -22,7 +22,6 @@ from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.errors import UserError
 from megatron_noloco.training.outputs import example_prompt
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_preprocess import make_tokenizer
@@ -117,64 +116,6 @@ class TestRecords:
             "; further paths to files that are read once: 1"
         )
 
-    def test_a_row_of_parquet_that_is_no_record_is_named(self, tmp_path: Path) -> None:
-        rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "text": "b"}]
-        parquet.write_table(
-            pyarrow.Table.from_pylist(
-                rows, pyarrow.schema([(name, pyarrow.string()) for name in ("prompt", "completion", "text")])
-            ),
-            tmp_path / "a.parquet",
-        )
-        with pytest.raises(ValueError, match=r'a.parquet, row 2: {"prompt": "a", "text": "b"} is'):
-            load_records(str(tmp_path / "a.parquet"), BYTES)
-
-    @pytest.mark.parametrize(
-        ("record", "line"),
-        [
-            (
-                {"text": "a"},
-                r'{"text": "a"} is no record, which is an object with "messages", a list of objects',
-            ),
-            ({"conversations": [{"from": "human"}]}, r'{"conversations": .* is no record'),
-            ({"prompt": [CHAT[1]], "completion": "a"}, r'{"prompt": .* is no record'),
-            ({"messages": []}, r'{"messages": \[\]} is no record'),
-            (CHAT, "a list; each line must hold one whole JSON object"),
-            (
-                {"messages": CHAT, "functions": [{"name": "f"}]},
-                '"functions" is no part of the text; messages',
-            ),
-            ({"messages": CHAT[1:], "system": "Größe"}, '"system" is no part of the text; messages'),
-            (
-                {"prompt": "a", "completion": "b", "system": "c"},
-                '"system" is no part of the text; prompt and',
-            ),
-            ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, '"tools" is no part of the text'),
-            (
-                {"messages": CHAT, "prompt": "a", "completion": "b"},
-                'has "messages" and a "prompt" that is not',
-            ),
-            ({"messages": CHAT, "weight": 0}, '"weight" 0 of a whole record'),
-            ({"prompt": "a", "completion": "b", "weight": 0}, '"weight" 0 of a whole record'),
-            ({"messages": ["hello"]}, 'message 1 must have "role" and "content", not "hello"'),
-            ({"messages": [{"from": "human", "value": "a"}]}, 'message 1 must have .*, not {"from": "human"'),
-            ({"prompt": "\ud800", "completion": "a"}, "holds half a character"),
-            ({"messages": CHAT, "tools": [{"\ud800": 1}]}, "holds half a character"),
-            ({"messages": CHAT[:2]}, 'no message has the role "assistant" and a weight above 0'),
-            ({"messages": [{"role": "user", "content": None}, CHAT[2]]}, 'message 1 has no "content"$'),
-            ({"messages": CHAT[2:]}, 'message 1 has the role "assistant": an answer needs a message before'),
-            ({"messages": [CHAT[1], {**CHAT[2], "role": "refused"}, CHAT[2]]}, "the chat template refuses"),
-        ],
-    )
-    def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
-        strict = (
-            "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
-        )
-        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "strict", strict))
-        path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
-        with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
-            load_records(path, tokenizer)
-        assert "\n" not in str(caught.value)
-
     def test_prompts_and_completions_of_messages(self, model: Path, tmp_path: Path) -> None:
         """As TRL has them, only the completion is learnt; a prompt beside messages is one of them."""
         tokenizer, last = FastTokenizer(model), {"messages": CHAT}
@@ -197,21 +138,6 @@ class TestRecords:
             digests = [recipe.digest for recipe in recipes]
             assert digests[0] == digests[1]
             assert (digests[0] != digests[2]) == again
-
-    def test_template_with_other_generation_prompt(self, tmp_path: Path) -> None:
-        asking = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
-        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "asking", asking))
-        with pytest.raises(
-            ValueError, match=r"line 1: .* asks for message 3 with '.*<assistant><think>', with"
-        ):
-            load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
-
-    def test_a_conversation_without_a_template_is_refused(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        path = write(tmp_path / "a.jsonl", {"messages": CHAT})
-        for tokenizer in (BYTES, FastTokenizer(tmp_path)):
-            with pytest.raises(ValueError, match=r"line 1: .* has no chat template"):
-                load_records(path, tokenizer)
 
     @pytest.mark.parametrize(
         ("end", "token"),
@@ -375,10 +301,3 @@ def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) ->
 def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
     first, second = (samples_of([record(9, answered=answered)]).contents for answered in (2, 3))
     assert [np.array_equal(a[:], b[:]) for a, b in zip(first, second, strict=True)] == [True, False, True]
-
-
-def test_a_file_that_is_one_list_has_a_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "alpaca.json"
-    path.write_text(json.dumps([{"prompt": "a", "completion": "b"}], indent=1))
-    with pytest.raises(UserError, match=r"line 1: not JSON .* one list, `jq -c '\.\[\]' FILE` writes them$"):
-        load_records(str(path), ByteTokenizer())
