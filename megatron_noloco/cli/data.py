@@ -49,10 +49,11 @@ def add_commands(commands: Commands) -> None:
     inspect = add_command(
         subcommands,
         "inspect",
-        "print documents, tokens, lengths, and the first documents of a dataset",
+        "print documents, tokens, lengths, and the first documents of a dataset; of records what is learnt",
         "data inspect data/corpus_text_document",
     )
-    inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
+    what = "a dataset, without the suffixes .bin and .idx; or a text or records, as in the block data"
+    inspect.add_argument("data", help=what)
     inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)
     cache = add_command(
@@ -110,9 +111,15 @@ def _cache(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import read_indexed, report
+    from megatron_noloco.data.opening import open_any
     from megatron_noloco.data.tokenizer import build_tokenizer
 
-    say(*report(read_indexed(args.prefix), build_tokenizer(_tokenizer(args)), args.samples))
+    tokenizer, notes = build_tokenizer(_tokenizer(args)), ""
+    if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
+        dataset = read_indexed(args.data)
+    else:
+        dataset, notes = open_any(args.data, tokenizer)
+    say(*report(dataset, tokenizer, args.samples), *[notes] * bool(notes))
     return 0
 
 

@@ -274,7 +274,7 @@ class IndexedWriter:
                 sync(Path(file.name))
 
 
-_PREVIEW_TOKENS = 60  # of a document
+_PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
 
 
 def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
@@ -291,10 +291,20 @@ def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
     for number in range(min(samples, len(lengths))):
-        tokens = dataset.part(*bounds[number : number + 2]).tokens[:_PREVIEW_TOKENS]
-        if int(tokens.min(initial=0)) >= 0 and int(tokens.max(initial=0)) < tokenizer.vocab_size:
-            shown = repr(tokenizer.decode(tokens))
-        else:
+        document = dataset.part(*bounds[number : number + 2])
+        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
+        if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
             ids = " ".join(map(str, tokens[:12]))
             shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+        elif document.mask is None:
+            shown = repr(tokenizer.decode(tokens))
+        else:
+            shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
         yield f"document {number}: {shown}"
+
+
+def _with_learnt_marked(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the text of tokens with their special tokens, and that of tokens with a loss in brackets."""
+    stretches = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(mask)) + 1)
+    texts = [(repr(tokenizer.decode(tokens[at], special=True)), mask[at[0]]) for at in stretches]
+    return " ".join(f"[learnt: {text}]" if learnt else text for text, learnt in texts)

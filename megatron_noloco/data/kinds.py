@@ -90,6 +90,11 @@ class Kind(ABC):
         if find_entry(folder, self.recipe.digest) is None:
             check_writable(folder, "data.cache")
 
+    def check_first(self) -> None:
+        """Read and encode the first rows, unless the dataset is there; raises UserError where that fails."""
+        if self.inputs.files and find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
+            next(iter(self.sequences(Counts(lambda _: None))), None)
+
     @abstractmethod
     def sequences(self, counts: Counts) -> Iterable[Sequence]:
         """Yield the sequences of the dataset; counts what they hold."""

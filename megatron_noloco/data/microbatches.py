@@ -69,14 +69,15 @@ class ValidationSource:
             multiple_of: number of microbatches that the pipeline takes at once.
         """
         self.available = -(-len(dataset) // micro_batch_size)
-        if (count or 0) > self.available:
+        count = count or self.available
+        if count > self.available:
             needed = in_samples(count * micro_batch_size, dataset.seq_length)
             raise UserError(
                 f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need {needed}, "
                 f"{dataset.name} has {len(dataset)}; lower evaluation.iters"
             )
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
-        self.count, self.weight = -(-(count or self.available) // multiple_of) * multiple_of, weight
+        self.count, self.weight = -(-count // multiple_of) * multiple_of, weight
         self.order = Order.of(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:

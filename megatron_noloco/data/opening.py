@@ -181,17 +181,23 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    prefix, notes = data, ""
     try:
-        if not Path(f"{data}.idx").exists():
-            entry = kind_of(whole_source(data, cache), tokenizer).make()
-            prefix, notes = entry.prefix, entry.facts["notes"]
-        samples = samples_apart(open_indexed(prefix, tokenizer, data), needs.seq_length, tokenizer)
+        dataset, notes = open_any(data, tokenizer, cache)
+        samples = samples_apart(dataset, needs.seq_length, tokenizer)
     except UserError as error:
         text = str(error).removeprefix("data.text: ").removeprefix("data.sft_data_path: ")
         raise UserError(f"--data: {text}") from None
     _check_tokens(samples, needs.vocab_size)
-    return samples, notes.removeprefix("; ")
+    return samples, notes
+
+
+def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[Dataset, str]:
+    """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
+    prefix, notes = data, ""
+    if not Path(f"{data}.idx").exists():
+        entry = kind_of(whole_source(data, cache), tokenizer).make()
+        prefix, notes = entry.prefix, entry.facts["notes"].removeprefix("; ")
+    return open_indexed(prefix, tokenizer, data), notes
 
 
 def _blend(kind: Kind, needs: Needs, split: int) -> Blend:

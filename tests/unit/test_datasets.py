@@ -272,6 +272,19 @@ def test_a_check_finds_an_empty_file(field: str, what: str, tmp_path: Path) -> N
     assert f"data.{field}: no {what} in {file}" in line
 
 
+@pytest.mark.parametrize(
+    ("field", "row", "line"),
+    [
+        ("text", {"body": "a"}, "a.jsonl, line 1: no key 'text'; there are body"),
+        ("sft_data_path", {"instruction": "a"}, 'a.jsonl, line 1: {"instruction": "a"} is no record'),
+        ("sft_data_path", {"messages": [{"role": "user"}]}, 'a.jsonl, line 1: message 1 has no "content"'),
+    ],
+)
+def test_a_check_reads_the_first_rows(field: str, row: dict[str, Any], line: str, tmp_path: Path) -> None:
+    (file := tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert line in refusal_of(*check_of(tmp_path, run_config({field: str(file)})))
+
+
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
 @pytest.mark.parametrize("output", ["texts/runs/mine", "elsewhere/runs"])
 def test_a_run_does_not_read_what_it_writes(
@@ -280,7 +293,7 @@ def test_a_run_does_not_read_what_it_writes(
     monkeypatch.chdir(tmp_path)
     for name in ("texts", "elsewhere"):
         (tmp_path / name).mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "text": "c"}\n')
     (tmp_path / "texts" / "a.txt").write_text("text")
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
     config = run_config({field: "texts"})
