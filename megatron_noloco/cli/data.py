@@ -73,7 +73,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.preprocess import Job, preprocess
+    from megatron_noloco.data.preprocess import preprocess
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
@@ -83,12 +83,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     try:
         tokenizer = build_tokenizer(choice)
         texts, lost = (args.json_keys, args.append_eod), args.max_lost_characters
-        job = Job(args.input, args.output_prefix, tokenizer, *texts, lost)
-        facts = preprocess(job)
+        output, facts = preprocess(args.input, args.output_prefix, tokenizer, *texts, lost)
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(job.output))
+    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(output))
     return 0
 
 
