@@ -32,6 +32,12 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}<end>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# The same as TRL's training templates are: what the assistant generates is between marks.
+GENERATION = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<end>{{ '\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{{ '\\n' }}{% endif %}{% endfor %}"
+)
 CHAT = [
     {"role": "system", "content": "Größe"},
     {"role": "user", "content": "two"},
@@ -83,6 +89,10 @@ class TestRecords:
         theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, return_dict=True)
         assert record.tokens.tolist() == theirs["input_ids"]
         assert answers(record, tokenizer) == "three four\nsix\n"
+        masked = AutoTokenizer.from_pretrained(model).apply_chat_template(
+            CHAT, chat_template=GENERATION, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert record.answer.tolist() == list(map(bool, masked["assistant_masks"]))
         assert (record.tokens[record.answer] == tokenizer.end_of_document).sum() == 2
 
     def test_the_files_of_a_folder_in_order(self, tmp_path: Path) -> None:
