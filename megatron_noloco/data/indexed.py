@@ -38,33 +38,39 @@ _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 class Dataset:
     """Sequences of tokens, one after the other; of an indexed dataset, or of a part of it, memory-mapped.
 
-    A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
-
     Attributes:
         tokens: shape [tokens].
         offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first token
-            has the first offset. None: one sequence.
+            has the first offset.
         mask: whether each token has a loss, shape [tokens]; None: each has.
         name: for the user.
-        document_bounds: the first sequence of each document, and the end, int64 [documents + 1]; None: of a part.
     """
 
     tokens: np.ndarray
-    offsets: "np.ndarray | Offsets | None" = None
-    mask: np.ndarray | None = None
-    name: str = "dataset"
-    document_bounds: np.ndarray | None = None
+    offsets: "np.ndarray | Offsets"
+    mask: np.ndarray | None
+    name: str
 
     @property
     def sequences(self) -> int:
         """How many there are."""
-        return 1 if self.offsets is None else len(self.offsets) - 1
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class IndexedDataset(Dataset):
+    """All of an indexed dataset. A document is one or more sequences (here: pieces of a long text).
+
+    Attributes:
+        document_bounds: the first sequence of each document, and the end, int64 [documents + 1].
+    """
+
+    offsets: "Offsets"
+    document_bounds: np.ndarray
 
     def ends_with(self, token: int, most: int | None = None) -> bool:
         """Return whether any of its documents, of the first `most` if that is given, ends with a token."""
         bounds = self.document_bounds
-        assert bounds is not None
-        assert self.offsets is not None
         for first in range(1, min(len(bounds), most or len(bounds)), _ENDS_AT_ONCE):
             ends = self.offsets[bounds[first : first + _ENDS_AT_ONCE]]
             if (self.tokens[ends[ends > 0] - 1] == token).any():
@@ -72,14 +78,13 @@ class Dataset:
         return False
 
     def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
-        """Return sequences `first` to `stop` of an indexed dataset, as views of the files."""
-        assert isinstance(self.offsets, Offsets)
+        """Return sequences `first` to `stop`, as views of the files."""
         start, end = self.offsets[np.array([first, stop])]
         mask = None if self.mask is None else self.mask[start:end]
         return Dataset(self.tokens[start:end], self.offsets.part(first, stop), mask, name)
 
 
-def read_indexed(prefix: str) -> Dataset:
+def read_indexed(prefix: str) -> IndexedDataset:
     """Return the indexed dataset under a prefix, memory-mapped.
 
     Raises UserError, naming file and numbers, unless all files are complete and belong together.
@@ -121,7 +126,7 @@ def read_indexed(prefix: str) -> Dataset:
                 f"{mask_path}: {len(mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
             )
     offsets = Offsets(begins, size, dtype.itemsize)
-    return Dataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
+    return IndexedDataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
 
 
 def _advice(prefix: str) -> str:
@@ -168,7 +173,7 @@ def _pieces(number: int) -> Iterator[slice]:
     return (slice(start, start + _PIECE + 1) for start in range(0, number, _PIECE))
 
 
-def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
+def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> IndexedDataset:
     """Open a dataset; raises UserError as `read_indexed` does, and where it was made with another tokenizer.
 
     Args:
@@ -277,11 +282,9 @@ class IndexedWriter:
 _PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
 
 
-def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+def report(dataset: IndexedDataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
     """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
     bounds = dataset.document_bounds
-    assert isinstance(dataset.offsets, Offsets)
-    assert bounds is not None
     lengths = np.diff(dataset.offsets[bounds])
     yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
     yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"

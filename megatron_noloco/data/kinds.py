@@ -11,7 +11,7 @@ from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
 from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, read_documents
 from megatron_noloco.data.formats import Advance
-from megatron_noloco.data.indexed import Dataset, IndexedWriter, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import encode_records
@@ -27,7 +27,7 @@ SPLITS = ("training", "validation")
 _FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at, of a dataset that is there
 
 
-Weighted = list[tuple[Dataset, float]]
+Weighted = list[tuple[IndexedDataset, float]]
 """The datasets of a blend, before they are divided, each with its share."""
 
 
@@ -100,7 +100,7 @@ class Kind(ABC):
         """Yield the sequences of the dataset; counts what they hold."""
 
     @abstractmethod
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         """Return the first sequence of each split and the end of the last one, and the number of units."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Documents(Kind):
         pieces = read_documents(self.inputs.files, self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         return self.source.split.bounds(dataset.sequences), dataset.sequences
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
@@ -213,8 +213,7 @@ class Records(Kind):
     def sequences(self, counts: Counts) -> Iterable[Sequence]:
         return encode_records(self.inputs.files, self.tokenizer, counts)
 
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
-        assert dataset.document_bounds is not None
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         records = len(dataset.document_bounds) - 1
         return dataset.document_bounds[self.source.split.bounds(records)].tolist(), records
 
@@ -243,7 +242,6 @@ class Records(Kind):
         too_long = np.concatenate([part.too_long for part in parts])
         left_out = np.concatenate([part.left_out for part in parts])
         bounds = self.training[0][0].document_bounds
-        assert bounds is not None
         firsts = bounds[bounds < len(too_long)]
         gone = np.logical_and.reduceat(left_out, firsts)
         cut = np.logical_or.reduceat(too_long, firsts) & ~gone

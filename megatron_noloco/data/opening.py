@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.indexed import Dataset, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
 from megatron_noloco.data.inputs import Inputs, find_inputs, find_standard_library
 from megatron_noloco.data.kinds import (
     SPLITS,
@@ -80,7 +80,7 @@ def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
     if isinstance(source, IndexedSource):
         return Preprocessed(source, tokenizer, Inputs([]))
     if isinstance(source, RecordSource):
-        return Records(source, tokenizer, find_records(source.path))
+        return Records(source, tokenizer, find_records(source.path, source.option))
     is_library = source.path == STANDARD_LIBRARY
     inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
     return Documents(source, tokenizer, inputs)
@@ -140,7 +140,6 @@ def _some_sequences(
 ) -> Iterator[bytes]:
     """Yield up to `most` sequences of each dataset, evenly spread, as bytes; `sizes`: those of so many bytes."""
     for dataset in datasets:
-        assert dataset.offsets is not None
         places = np.unique(np.linspace(0, dataset.sequences - 1, most, dtype=np.int64))
         begins, ends = (dataset.offsets[at] - dataset.offsets[:1] for at in (places, places + 1))
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
@@ -181,17 +180,13 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    try:
-        dataset, notes = open_any(data, tokenizer, cache)
-        samples = samples_apart(dataset, needs.seq_length, tokenizer)
-    except UserError as error:
-        text = str(error).removeprefix("data.text: ").removeprefix("data.sft_data_path: ")
-        raise UserError(f"--data: {text}") from None
+    dataset, notes = open_any(data, tokenizer, cache)
+    samples = samples_apart(dataset, needs.seq_length, tokenizer)
     _check_tokens(samples, needs.vocab_size)
     return samples, notes
 
 
-def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[Dataset, str]:
+def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[IndexedDataset, str]:
     """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
     prefix, notes = data, ""
     if not Path(f"{data}.idx").exists():
@@ -223,11 +218,11 @@ def _members(kind: Kind, split: int) -> Weighted:
 
 def _datasets(kind: Kind, split: int) -> list[Dataset]:
     """Return the datasets of a split; raises UserError."""
-    datasets = [dataset for dataset, _ in _members(kind, split)]
-    return datasets if kind.source.split is None else [_part(kind, dataset, split) for dataset in datasets]
+    whole = kind.source.split is None
+    return [dataset if whole else _part(kind, dataset, split) for dataset, _ in _members(kind, split)]
 
 
-def _part(kind: Kind, dataset: Dataset, split: int) -> Dataset:
+def _part(kind: Kind, dataset: IndexedDataset, split: int) -> Dataset:
     """Return the part of a dataset that a split has; raises UserError if there is none."""
     bounds, units = kind.bounds(dataset)
     name = f"the {SPLITS[split]} split of {dataset.name}"
@@ -246,7 +241,7 @@ def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
     check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)
 
 
-def _check_ends(dataset: Dataset, needs: Needs) -> None:
+def _check_ends(dataset: IndexedDataset, needs: Needs) -> None:
     """Raise UserError if documents are to be separated, and none of a dataset ends with the token for it."""
     documents = needs.documents
     if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):

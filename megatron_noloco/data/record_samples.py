@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.indexed import Dataset, IndexedDataset
 from megatron_noloco.data.samples import IGNORED, Array, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -52,7 +52,6 @@ class RecordSamples:
 
     def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Return where each record begins in the tokens, and its length, int64 [records]."""
-        assert dataset.offsets is not None
         offsets = dataset.offsets[:] - dataset.offsets[:1]
         return offsets[:-1], np.diff(offsets)
 
@@ -126,8 +125,7 @@ class DocumentSamples(RecordSamples):
         super().__init__(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
 
     def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        assert dataset.offsets is not None
-        assert dataset.document_bounds is not None
+        assert isinstance(dataset, IndexedDataset)
         end, bos = self._tokenizer.end_of_document, self._tokenizer.beginning_of_document
         edges = dataset.offsets[dataset.document_bounds]
         edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
@@ -148,7 +146,7 @@ class DocumentSamples(RecordSamples):
         return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
 
 
-def samples_apart(dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
+def samples_apart(dataset: IndexedDataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
     """Return samples of the records or documents of a dataset, each read apart from the others."""
     if dataset.mask is not None:
         return RecordSamples(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)

@@ -31,20 +31,20 @@ class _Record(NamedTuple):
     roles: list[str] = []  # noqa: RUF012 (read only): of its messages
 
 
-def find_records(path: str) -> Inputs:
+def find_records(path: str, option: str = "data.sft_data_path") -> Inputs:
     """Return the file, or all files of records below the folder; the notes name the others.
 
-    Raises UserError when there is none.
+    Raises UserError, which names the option that gave the path, when there is none.
     """
-    files, notes = find_inputs([path], "data.sft_data_path")
+    files, notes = find_inputs([path], option)
     others = [item for item in files if item.folder is not None and item.kind == "text"]
     records = [item for item in files if item.folder is None or item.kind != "text"]
     if not records:
         kinds = ", ".join((*JSON_LINES, *TABLES))
-        raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
+        raise UserError(f"{option}: no file of records ({kinds}) in {path}")
     for item in records:
         if item.unread:
-            raise UserError(f"data.sft_data_path: {item.path}: {item.unread[1]}")
+            raise UserError(f"{option}: {item.path}: {item.unread[1]}")
     if others:
         notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
     return Inputs(records, notes)
@@ -55,13 +55,15 @@ def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
 
     Raises UserError for a file that cannot be read.
     """
-    whole, first = Split(1, 0, 0), None
+    whole, option, first = Split(1, 0, 0), "--data", None
     if path != STANDARD_LIBRARY:
-        files, _ = find_inputs([path], "data.text")
+        files, _ = find_inputs([path], option)
         rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
         first = next(rows, None)
     is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    return RecordSource(path, whole, True, cache) if is_record else TextSource(path, whole, cache)
+    if is_record:
+        return RecordSource(path, whole, True, cache, option=option)
+    return TextSource(path, whole, cache, option=option)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:

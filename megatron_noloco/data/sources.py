@@ -129,7 +129,7 @@ class RecordSource:
     packed: bool  # several records in one sample, as separate documents
     cache: str | None = None  # as of a `TextSource`
     max_lost: float = 0.05
-    option = "data.sft_data_path"
+    option: str = "data.sft_data_path"
 
     @property
     def name(self) -> str:
