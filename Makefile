@@ -48,7 +48,7 @@ checks: lint
 	@$(MAKE) --no-print-directory docs
 
 golden: $(INSTALLED)
-	GOLDEN=write .venv/bin/python -m pytest -q tests/unit/test_banner.py tests/unit/test_chat.py tests/unit/test_config_lines.py tests/unit/test_huggingface.py tests/unit/test_plan.py
+	GOLDEN=write .venv/bin/python -m pytest -q tests/unit/test_banner.py tests/unit/test_chat.py tests/unit/test_config_lines.py tests/unit/test_data_lines.py tests/unit/test_huggingface.py tests/unit/test_plan.py tests/integration/test_publish.py
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

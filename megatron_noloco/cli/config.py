@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
     fields = "of all fields, of a block such as noloco, or of a field such as noloco.local_steps"
     explain = f"print type, bounds, default and meaning {fields}"
     action.add_argument("--explain", nargs="?", const="", metavar="NAME", help=explain)
-    check = "check a config file, and that the files which it names are there; starts nothing"
+    check = "check a config file, the files which it names, and the first rows of the data; starts nothing"
     action.add_argument("--check", metavar="FILE", help=check)
     schema = "print the JSON schema of a config file, for editors"
     action.add_argument("--schema", action="store_true", help=schema)
@@ -65,12 +65,13 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     with importing():  # torch: only for a sound config
         from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.preflight.short_run import dry_run
-        from megatron_noloco.training.prepare import check_sizes, check_start
+        from megatron_noloco.training.prepare import check_rows, check_sizes, check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
     try:
         tokenizer, architecture = check_start(config)
+        check_rows(config, tokenizer)
         if topology is not None:
             check_sizes(config, topology, tokenizer, architecture)
         say(f"{path}: ok")

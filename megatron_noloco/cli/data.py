@@ -49,10 +49,11 @@ def add_commands(commands: Commands) -> None:
     inspect = add_command(
         subcommands,
         "inspect",
-        "print documents, tokens, lengths, and the first documents of a dataset",
+        "print documents, tokens, lengths, and the first documents of a dataset; of records what is learnt",
         "data inspect data/corpus_text_document",
     )
-    inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
+    what = "a dataset, without the suffixes .bin and .idx; or a text or records, as in the block data"
+    inspect.add_argument("data", help=what)
     inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)
     cache = add_command(
@@ -72,7 +73,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.preprocess import Job, preprocess
+    from megatron_noloco.data.preprocess import preprocess
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
@@ -82,12 +83,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     try:
         tokenizer = build_tokenizer(choice)
         texts, lost = (args.json_keys, args.append_eod), args.max_lost_characters
-        job = Job(args.input, args.output_prefix, tokenizer, *texts, lost)
-        facts = preprocess(job)
+        output, facts = preprocess(args.input, args.output_prefix, tokenizer, *texts, lost)
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(job.output))
+    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(output))
     return 0
 
 
@@ -110,9 +110,15 @@ def _cache(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import read_indexed, report
+    from megatron_noloco.data.opening import open_any
     from megatron_noloco.data.tokenizer import build_tokenizer
 
-    say(*report(read_indexed(args.prefix), build_tokenizer(_tokenizer(args)), args.samples))
+    tokenizer, notes = build_tokenizer(_tokenizer(args)), ""
+    if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
+        dataset = read_indexed(args.data)
+    else:
+        dataset, notes = open_any(args.data, tokenizer)
+    say(*report(dataset, tokenizer, args.samples), *[notes] * bool(notes))
     return 0
 
 

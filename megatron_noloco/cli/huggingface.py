@@ -61,7 +61,7 @@ def add_commands(commands: Commands) -> None:
     )
     add = import_.add_argument
     add("folder", help="a Hugging Face model with safetensors")
-    add("--config", required=True, help="a config file; its block model is replaced")
+    add("--config", required=True, help="a config file; its block model is replaced, and may lack sizes")
     add("--output", required=True, help="the config file to write")
     without = "do not compare the logits of a text with those of transformers, which takes 8 bytes per weight"
     add("--no-check", action="store_true", help=without)
@@ -134,12 +134,12 @@ def _export(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
-    from megatron_noloco.huggingface.pretrained import import_folder
+    from megatron_noloco.huggingface.pretrained import import_folder, read_sizes
     from megatron_noloco.huggingface.whole_model import check_import
 
     if Path(args.output).exists():
         raise UserError(f"{args.output}: exists; give another --output, or remove it")
-    template = load_config(args.config)
+    template = load_config(args.config, read_sizes(Path(args.folder)))
     config, lines = import_folder(Path(args.folder), template)
     if not args.no_check:
         lines.append(check_import(Path(args.folder)))

@@ -1,9 +1,11 @@
 """From a file to a RunConfig, or to one line per problem."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
@@ -11,12 +13,21 @@ from megatron_noloco.files import json_object, utf_8_problem, without_mark
 
 _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20
+_SIZES = {name for name, info in ModelConfig.model_fields.items() if info.is_required()}
 
 
-def load_config(path: str | Path) -> RunConfig:
-    """Read and check one JSON file; raises UserError, every line of which begins with the file's name."""
+def load_config(path: str | Path, model: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read and check one JSON file; raises UserError, every line of which begins with the file's name.
+
+    Args:
+        model: fields of the block `model`, for a file that lacks one of its sizes.
+    """
     try:
-        return RunConfig(**_read(Path(path)))
+        content = _read(Path(path))
+        given = content.get("model", {})
+        if model and isinstance(given, dict) and not given.keys() >= _SIZES:
+            content["model"] = {**model, **given}
+        return RunConfig(**content)
     except RecursionError:
         problems = ["objects or lists are nested too deeply"]
     except UserError as error:

@@ -28,7 +28,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
 
-_FORMAT = 7  # of entries; another one where the same files would become other tokens or facts
+_FORMAT = 8  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"
 

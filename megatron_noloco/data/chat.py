@@ -151,7 +151,7 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
     Raises UserError for a message that holds anything unknown, and where the template does not write a text.
 
     Args:
-        given: the messages, as a file has them; of an answer with "weight": 0 nothing is learnt.
+        given: the messages of a file, without null keys; of an answer with "weight": 0 nothing is learnt.
         tools: the tools that the assistant may call; None: none.
     """
     if isinstance(tools, str):
@@ -159,7 +159,6 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
             tools = json.loads(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError('"tools" must be a list of objects, or its JSON text')
-    tools = _without_nulls(tools)
     if tools and not template.reads_tools(tools):
         raise UserError('there are "tools", which the chat template does not read')
     messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
@@ -188,17 +187,13 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
 def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dict[str, Any]:
     """Return a message as the template takes it, with its weight: 1 if it has a loss, else 0.
 
-    Parts are joined, keys that are null left out. Raises UserError for what a message may not hold.
+    Parts are joined. Raises UserError for what a message may not hold.
     """
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise UserError(
             f'message {number} must have "role" and "content", not {json.dumps(given, default=str)[:60]}'
         )
-    message = {
-        key: value
-        for key, value in given.items()
-        if value is not None and (key in _KEYS or value not in _NOTHING)
-    }
+    message = {key: value for key, value in given.items() if key in _KEYS or value not in _NOTHING}
     is_answer = message["role"] == "assistant"
     if message.setdefault("weight", int(is_answer)) not in (0, int(is_answer)):
         weight = json.dumps(message["weight"])[:40]
@@ -240,8 +235,8 @@ def _call(number: int, call: Any, as_text: bool) -> Any:
         case {"function": dict(function)}:
             return {**call, "function": _call(number, function, as_text)}
         case {"arguments": dict(arguments)}:
-            found = _without_nulls(arguments)
-            return {**call, "arguments": json.dumps(found, ensure_ascii=False) if as_text else found}
+            text = json.dumps(arguments, ensure_ascii=False)
+            return {**call, "arguments": text if as_text else arguments}
         case {"arguments": str(arguments)}:
             with suppress(ValueError):
                 if isinstance(found := json.loads(arguments), dict):
@@ -255,17 +250,15 @@ def _call(number: int, call: Any, as_text: bool) -> Any:
     )
 
 
-def _without_nulls(value: Any) -> Any:
-    """Leave out the keys that are null: tables write one for each key that another row has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(held) for key, held in value.items() if held is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list) else value
-
-
 def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answer:
     """Return the answer at this place; raises UserError where it does not begin as the template asks for it."""
     before = render(messages[:place], add_generation_prompt=True)
     through = render(messages[: place + 1])
+    if not through.startswith(before) and messages[place - 1]["role"] == "assistant":
+        raise UserError(
+            f"messages {place} and {place + 1} are both answers, which the chat template does not write one after "
+            "the other; make them one message"
+        )
     if not through.startswith(before):
         raise UserError(
             f"the chat template asks for message {place + 1} with {before[-40:]!r}, with which it does not begin "

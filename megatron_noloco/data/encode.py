@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import PIECE, Advance, Piece, begins_as_json_lines, text_problem
+from megatron_noloco.data.formats import PIECE, Advance, Piece, first_object, text_problem
 from megatron_noloco.data.inputs import Input, left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -17,8 +17,11 @@ Item = TypeVar("Item")
 
 _LEFT_OUT = {
     "not_text": "file{} not in UTF-8",
-    "unread": "file{} of formats that are not read, unpack them",
+    "packed": "file{} of formats that are not read, unpack them",
+    "tables": "file{} of CSV or TSV, write the rows as JSON lines or Parquet",
+    "pointers": "pointer{} of Git LFS, `git lfs pull` fetches the files",
     "not_lines": "file{} of JSON that are no JSON lines with the key",
+    "unnamed_lines": "file{} of JSON lines whose names do not end with .jsonl",
     "empty_files": "empty file{}",
 }
 # Counts of what is read otherwise than it looks, in a summary.
@@ -34,6 +37,7 @@ _NOTES = {
 }
 
 _CHARACTERS = 1 << 21  # encoded at once: pieces for 32 cores
+ROLES = ("system", "user", "assistant", "tool")  # which templates know
 _EXAMPLES = 3  # of characters that are lost
 # Of a small text, in characters: pieces of 4 KB, but 40 of them, so that each split gets some.
 _SMALL_PIECE, _FEWEST_PIECES, _MANY_PIECES = 1 << 12, 40, 1000
@@ -51,14 +55,18 @@ class Counts(Counter[str]):
     """Counts of what is read, and the files that are left out, in their order, by the name of their count.
 
     Attributes:
-        examples: the first characters that are lost, each with its file.
+        lost: how often each character that no token stands for was met.
+        lost_in: the first file that holds each.
+        records: the number of records of each file.
+        roles: how often messages have each role of which a template may know nothing.
     """
 
     def __init__(self, advance: Advance) -> None:
         super().__init__()
         self.advance = advance  # is told how many bytes are read
         self.left_out: dict[str, list[Input]] = {}
-        self.examples: dict[str, str] = {}
+        self.lost, self.lost_in = Counter[str](), dict[str, str]()
+        self.records, self.roles = Counter[str](), Counter[str]()
 
     def leave_out(self, name: str, item: Input) -> None:
         self.left_out.setdefault(name, []).append(item)
@@ -83,9 +91,10 @@ class Counts(Counter[str]):
         self["characters"] += sum(map(len, texts))
         lost = tokenizer.count_lost(texts)
         self["lost"] += lost.total()
-        for character in sorted({*lost} - {*self.examples})[: _EXAMPLES - len(self.examples)]:
+        self.lost.update(lost)
+        for character in lost.keys() - self.lost_in.keys():
             holding = (file for text, file in zip(texts, files, strict=True) if character in text)
-            self.examples[character] = next(holding)
+            self.lost_in[character] = next(holding)
 
     def facts(self, tokenizer: Tokenizer, of_files: str) -> dict[str, Any]:
         """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks.
@@ -100,13 +109,25 @@ class Counts(Counter[str]):
         notes += [text.format(self[name]) for name, text in _NOTES.items() if self[name]]
         lost = ""
         if self["lost"]:
-            examples = ", ".join(f"{lost!r} in {outside(file)}" for lost, file in self.examples.items())
+            most = [character for character, _ in self.lost.most_common(_EXAMPLES)]
+            examples = ", ".join(f"{one!r} in {outside(self.lost_in[one])}" for one in most)
             numbers = f"{self['lost']:,} of {self['characters']:,} characters"
             lost = f"{numbers} ({100 * self['lost'] / self['characters']:.2g} %), such as {examples}"
             notes.append(f"no token stands for {lost}")
+        if self.roles:
+            named = ", ".join(f'"{outside(role)}" ({number})' for role, number in self.roles.most_common())
+            notes.append(
+                f"messages of other roles than {', '.join(ROLES)}: {named}, nothing is learnt of them"
+            )
         if off := tokenizer.switched_off:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
-        return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes) + of_files}
+        records = list(self.records.items())
+        return {
+            **self,
+            "records_of_files": records,
+            "lost_in_words": lost,
+            "notes": "".join(f"; {note}" for note in notes) + of_files,
+        }
 
 
 def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) -> None:
@@ -146,18 +167,21 @@ def _is_left_out(item: Input, key: str, counts: Counts) -> bool:
     A file that was given itself is left to its reader; raises UserError where there is none.
     """
     found = item.folder is not None
-    if item.unread and not found:
-        raise UserError(f"{item.path}: {item.unread}")
     if item.is_empty:
-        reason = "empty_files"
-    elif item.unread:
-        reason = "unread"
-    elif found and item.kind == "text" and text_problem(item.path):
-        reason = "not_text"
-    elif found and item.path.suffix == ".json" and not begins_as_json_lines(item.path, key):
-        reason = "not_lines"
-    else:
+        counts.leave_out("empty_files", item)
+        return True
+    unread = item.unread
+    if not unread and found and item.kind == "text" and text_problem(item.path):
+        unread = "not_text", ""
+    elif not unread and item.kind == "text" and first_object(item.path) is not None:
+        unread = "unnamed_lines", "holds lines of JSON; give it a name that ends with .jsonl"
+    elif not unread and found and item.path.suffix == ".json" and key not in (first_object(item.path) or ()):
+        unread = "not_lines", ""
+    if not unread:
         return False
+    reason, advice = unread
+    if not found:
+        raise UserError(f"{item.path}: {advice}")
     counts.leave_out(reason, item)
     return True
 

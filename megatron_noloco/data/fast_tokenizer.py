@@ -196,9 +196,10 @@ class FastTokenizer:
         groups = groupby(longest_first, key=lambda token: token[:1])
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
-    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens and ids past the vocabulary."""
-        return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
+    def decode(self, ids: np.ndarray | Sequence[int], special: bool = False) -> str:
+        """Return the text of `ids`, without ids past the vocabulary; `special`: with special tokens."""
+        numbers = np.asarray(ids, dtype=np.int64).tolist()
+        return self._tokenizer.decode(numbers, skip_special_tokens=not special)
 
     def save(self, folder: Path, max_length: int) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""

@@ -24,6 +24,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 PIECE = 1 << 16  # characters of a text that are read and encoded as one sequence
 _BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
 _BATCH_ROWS = 256
+_LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
 # What a piece of a longer text ends with, where it has one: as encoders like it, a space begins the next piece.
 _ENDS = (("\n", 1), (" ", 0))
 
@@ -99,14 +100,14 @@ def text_of(place: str, fields: Any, key: str) -> str:
     return text or ""
 
 
-def begins_as_json_lines(path: Path, key: str) -> bool:
-    """Return whether the first line of a file is a whole JSON object with this key."""
+def first_object(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object that is the whole first line of a file; None if there is none."""
     with _opened(path) as (_, file):
         try:
-            first = json.loads(file.readline())
+            first = json.loads(without_mark(file.readline(_LONGEST_LINE)))
         except (ValueError, RecursionError):
-            return False
-        return isinstance(first, dict) and key in first
+            return None
+        return first if isinstance(first, dict) else None
 
 
 def read_lines(path: Path, advance: Advance) -> Iterator[Row]:
@@ -207,13 +208,7 @@ def _open_table(path: Path) -> tuple[list[str], int | None, Callable[[list[str]]
 
 
 def _as_json(value: Any, kind: Any) -> Any:
-    """Return a value of a column as a line of JSON would have it: a map as an object, objects without nulls.
-
-    In a table an object has the keys of all rows, which are null where a row lacks them.
-
-    Args:
-        kind: its type in Arrow.
-    """
+    """Return a value of a column, of this type in Arrow, as a line of JSON would have it: a map as an object."""
     from pyarrow import types
 
     if value is None or not types.is_nested(kind):
@@ -221,7 +216,7 @@ def _as_json(value: Any, kind: Any) -> Any:
     if types.is_map(kind):
         return {key: _as_json(held, kind.item_type) for key, held in value}
     if types.is_struct(kind):
-        return {of.name: _as_json(held, of.type) for of in kind if (held := value[of.name]) is not None}
+        return {of.name: _as_json(value[of.name], of.type) for of in kind}
     return [_as_json(held, kind.value_type) for held in value]
 
 

@@ -6,6 +6,8 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
+import glob
+import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
+_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -35,37 +38,53 @@ _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 class Dataset:
     """Sequences of tokens, one after the other; of an indexed dataset, or of a part of it, memory-mapped.
 
-    A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
-
     Attributes:
         tokens: shape [tokens].
         offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first token
-            has the first offset. None: one sequence.
+            has the first offset.
         mask: whether each token has a loss, shape [tokens]; None: each has.
         name: for the user.
-        document_bounds: the first sequence of each document, and the end, int64 [documents + 1]; None: of a part.
     """
 
     tokens: np.ndarray
-    offsets: "np.ndarray | Offsets | None" = None
-    mask: np.ndarray | None = None
-    name: str = "dataset"
-    document_bounds: np.ndarray | None = None
+    offsets: "np.ndarray | Offsets"
+    mask: np.ndarray | None
+    name: str
 
     @property
     def sequences(self) -> int:
         """How many there are."""
-        return 1 if self.offsets is None else len(self.offsets) - 1
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class IndexedDataset(Dataset):
+    """All of an indexed dataset. A document is one or more sequences (here: pieces of a long text).
+
+    Attributes:
+        document_bounds: the first sequence of each document, and the end, int64 [documents + 1].
+    """
+
+    offsets: "Offsets"
+    document_bounds: np.ndarray
+
+    def ends_with(self, token: int, most: int | None = None) -> bool:
+        """Return whether any of its documents, of the first `most` if that is given, ends with a token."""
+        bounds = self.document_bounds
+        for first in range(1, min(len(bounds), most or len(bounds)), _ENDS_AT_ONCE):
+            ends = self.offsets[bounds[first : first + _ENDS_AT_ONCE]]
+            if (self.tokens[ends[ends > 0] - 1] == token).any():
+                return True
+        return False
 
     def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
-        """Return sequences `first` to `stop` of an indexed dataset, as views of the files."""
-        assert isinstance(self.offsets, Offsets)
+        """Return sequences `first` to `stop`, as views of the files."""
         start, end = self.offsets[np.array([first, stop])]
         mask = None if self.mask is None else self.mask[start:end]
         return Dataset(self.tokens[start:end], self.offsets.part(first, stop), mask, name)
 
 
-def read_indexed(prefix: str) -> Dataset:
+def read_indexed(prefix: str) -> IndexedDataset:
     """Return the indexed dataset under a prefix, memory-mapped.
 
     Raises UserError, naming file and numbers, unless all files are complete and belong together.
@@ -73,10 +92,7 @@ def read_indexed(prefix: str) -> Dataset:
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
-                '`data preprocess` wrote, without ".bin"'
-            )
+            raise UserError(f"{path}: no such file (looked from cwd {Path.cwd()}); {_advice(prefix)}")
     dtype, lengths, begins, bounds = _read_index(idx_path)
     sequences, size = len(lengths), bin_path.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
@@ -110,7 +126,19 @@ def read_indexed(prefix: str) -> Dataset:
                 f"{mask_path}: {len(mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
             )
     offsets = Offsets(begins, size, dtype.itemsize)
-    return Dataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
+    return IndexedDataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
+
+
+def _advice(prefix: str) -> str:
+    """Return what may be meant by a prefix that has no dataset."""
+    path = Path(prefix)
+    if named := sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx")):
+        return f"there is {named[0].with_suffix('')}, whose name has the key"
+    if path.is_dir() or (path.suffix not in ("", ".bin", ".idx") and path.is_file()):
+        return f"{prefix} is text or records, which data.text or data.sft_data_path take"
+    if re.fullmatch(r"[0-9.e-]+", path.name):
+        return f'if it is a weight, it stands before its prefix: [{path.name}, "prefix"]'
+    return 'give the prefix that `data preprocess` wrote, without ".bin"'
 
 
 class Offsets:
@@ -145,7 +173,7 @@ def _pieces(number: int) -> Iterator[slice]:
     return (slice(start, start + _PIECE + 1) for start in range(0, number, _PIECE))
 
 
-def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> Dataset:
+def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> IndexedDataset:
     """Open a dataset; raises UserError as `read_indexed` does, and where it was made with another tokenizer.
 
     Args:
@@ -251,14 +279,12 @@ class IndexedWriter:
                 sync(Path(file.name))
 
 
-_PREVIEW_TOKENS = 60  # of a document
+_PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
 
 
-def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+def report(dataset: IndexedDataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
     """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
     bounds = dataset.document_bounds
-    assert isinstance(dataset.offsets, Offsets)
-    assert bounds is not None
     lengths = np.diff(dataset.offsets[bounds])
     yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
     yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"
@@ -268,10 +294,20 @@ def report(dataset: Dataset, tokenizer: Tokenizer, samples: int) -> Iterator[str
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
     for number in range(min(samples, len(lengths))):
-        tokens = dataset.part(*bounds[number : number + 2]).tokens[:_PREVIEW_TOKENS]
-        if int(tokens.min(initial=0)) >= 0 and int(tokens.max(initial=0)) < tokenizer.vocab_size:
-            shown = repr(tokenizer.decode(tokens))
-        else:
+        document = dataset.part(*bounds[number : number + 2])
+        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
+        if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
             ids = " ".join(map(str, tokens[:12]))
             shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+        elif document.mask is None:
+            shown = repr(tokenizer.decode(tokens))
+        else:
+            shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
         yield f"document {number}: {shown}"
+
+
+def _with_learnt_marked(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the text of tokens with their special tokens, and that of tokens with a loss in brackets."""
+    stretches = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(mask)) + 1)
+    texts = [(repr(tokenizer.decode(tokens[at], special=True)), mask[at[0]]) for at in stretches]
+    return " ".join(f"[learnt: {text}]" if learnt else text for text, learnt in texts)

@@ -25,6 +25,7 @@ from megatron_noloco.files import outside, read_object, without_mark
 
 JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
 _UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = 3  # files of each kind in a summary
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 Kind = Literal["text", "jsonl", "table"]
@@ -51,10 +52,16 @@ class Input:
         return _kind(self.path)
 
     @property
-    def unread(self) -> str:
-        """What to do with a file of a format that is not read; "" for another."""
-        command = _UNPACK.get(self.path.suffix.lower())
-        return f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)" if command else ""
+    def unread(self) -> tuple[str, str] | None:
+        """Why the file is not read, by the name of a count, and what to do; None for a file that is read."""
+        if command := _UNPACK.get(self.path.suffix.lower()):
+            return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
+        if _unpacked_name(self.path).endswith((".csv", ".tsv")):
+            return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
+        with self.path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
+        return None
 
     @property
     def bytes(self) -> int:
@@ -106,7 +113,8 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
     for place in places:
         given = Path(place).expanduser()
         if not given.exists():
-            raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()})")
+            prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
+            raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")
         for path in _paths_below(given) if given.is_dir() else [given]:
             dead += not path.exists()
             if path.is_file() or path == given:
@@ -178,11 +186,15 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
 
 def _kind(path: Path) -> Kind:
     """Return what a file holds by its name, compressed or not."""
-    name = path.name.lower()
-    if name.endswith(TABLES):
+    if path.name.lower().endswith(TABLES):
         return "table"
-    stem = next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
-    return "jsonl" if stem.endswith(JSON_LINES) else "text"
+    return "jsonl" if _unpacked_name(path).endswith(JSON_LINES) else "text"
+
+
+def _unpacked_name(path: Path) -> str:
+    """Return the name of a file, in small letters, without the suffix of a compression."""
+    name = path.name.lower()
+    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
 
 
 def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain
 from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, read_documents
 from megatron_noloco.data.formats import Advance
-from megatron_noloco.data.indexed import Dataset, IndexedWriter, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import Inputs, check_outside
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.records import encode_records
@@ -17,14 +19,15 @@ from megatron_noloco.data.samples import Samples, ShuffledSamples
 from megatron_noloco.data.sources import STANDARD_LIBRARY, Needs, Prefixes
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_writable
+from megatron_noloco.files import check_writable, outside
 from megatron_noloco.plans.sample_order import slots_of
 
 TRAINING, VALIDATION = range(2)
 SPLITS = ("training", "validation")
+_FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at, of a dataset that is there
 
 
-Weighted = list[tuple[Dataset, float]]
+Weighted = list[tuple[IndexedDataset, float]]
 """The datasets of a blend, before they are divided, each with its share."""
 
 
@@ -87,12 +90,17 @@ class Kind(ABC):
         if find_entry(folder, self.recipe.digest) is None:
             check_writable(folder, "data.cache")
 
+    def check_first(self) -> None:
+        """Read and encode the first rows, unless the dataset is there; raises UserError where that fails."""
+        if self.inputs.files and find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
+            next(iter(self.sequences(Counts(lambda _: None))), None)
+
     @abstractmethod
     def sequences(self, counts: Counts) -> Iterable[Sequence]:
         """Yield the sequences of the dataset; counts what they hold."""
 
     @abstractmethod
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         """Return the first sequence of each split and the end of the last one, and the number of units."""
 
     @abstractmethod
@@ -135,7 +143,7 @@ class Documents(Kind):
         pieces = read_documents(self.inputs.files, self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         return self.source.split.bounds(dataset.sequences), dataset.sequences
 
     def samples(self, dataset: Dataset, needs: Needs, split: int) -> Samples:
@@ -178,9 +186,13 @@ class Preprocessed(Documents):
         )
         line, tokenizer = "; ".join(words), self.tokenizer
         bos = tokenizer.beginning_of_document
-        begin = {dataset.name: dataset.tokens[0] for dataset, _ in self.training + (self.validation or [])}
-        for prefix, token in begin.items():
-            begins = token == bos
+        datasets = {dataset.name: dataset for dataset, _ in self.training + (self.validation or [])}
+        for prefix, dataset in datasets.items():
+            if not dataset.ends_with(tokenizer.end_of_document, _FIRST_DOCUMENTS):
+                line += (
+                    f"; documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
+                )
+            begins = dataset.tokens[0] == bos
             if tokenizer.before_document and not begins:
                 raise UserError(
                     f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
@@ -201,8 +213,7 @@ class Records(Kind):
     def sequences(self, counts: Counts) -> Iterable[Sequence]:
         return encode_records(self.inputs.files, self.tokenizer, counts)
 
-    def bounds(self, dataset: Dataset) -> tuple[list[int], int]:
-        assert dataset.document_bounds is not None
+    def bounds(self, dataset: IndexedDataset) -> tuple[list[int], int]:
         records = len(dataset.document_bounds) - 1
         return dataset.document_bounds[self.source.split.bounds(records)].tolist(), records
 
@@ -210,12 +221,39 @@ class Records(Kind):
         return RecordSamples(dataset, needs.seq_length, self.source.packed, self.tokenizer.end_of_document)
 
     def summary(self, training: Blend, validation: Blend | None) -> str:
-        parts = [*training.parts, *(validation.parts if validation else ())]
-        cut = sum(part.cut for part in parts if isinstance(part, RecordSamples))
-        return (
-            f"{self.source.name}, {self.facts['records']} records ({cut} longer than a sample), {len(training)} "
-            f"training samples with {len(parts[0].labels)} tokens in answers{self.facts['notes']}"
+        learnt, tokens = len(training.parts[0].labels), training.tokens_per_sample * len(training)
+        line = (
+            f"{self.source.name}, {self.facts['records']} records, {len(training)} training samples with {learnt} "
+            f"tokens in answers, {100 * learnt / tokens:.3g} % of all"
         )
+        too_long, left_out = self._records_that_do_not_fit([training, *([validation] if validation else [])])
+        if len(too_long):
+            line += f"; records longer than a sample, cut: {len(too_long)} (first {self._place(too_long[0])})"
+        if len(left_out):
+            line += f"; records left out, since no answer fits: {len(left_out)} (first {self._place(left_out[0])})"
+        return line + self.facts["notes"]
+
+    def _records_that_do_not_fit(self, blends: list[Blend]) -> list[np.ndarray]:
+        """Return the numbers of the records that are cut, and of those that are left out.
+
+        The blends follow each other in the dataset from its beginning.
+        """
+        parts = [part for blend in blends for part in blend.parts if isinstance(part, RecordSamples)]
+        too_long = np.concatenate([part.too_long for part in parts])
+        left_out = np.concatenate([part.left_out for part in parts])
+        bounds = self.training[0][0].document_bounds
+        firsts = bounds[bounds < len(too_long)]
+        gone = np.logical_and.reduceat(left_out, firsts)
+        cut = np.logical_or.reduceat(too_long, firsts) & ~gone
+        return [np.flatnonzero(cut), np.flatnonzero(gone)]
+
+    def _place(self, record: int) -> str:
+        """Return the place of a record in words, by its number in the dataset."""
+        for name, number in self.facts["records_of_files"]:
+            if record < number:
+                return f"record {record + 1} of {outside(name)}"
+            record -= number
+        raise AssertionError("no file has the record")
 
 
 def _in_words(blend: Blend | None) -> str:

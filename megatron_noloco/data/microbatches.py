@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.samples import SampleDataset, in_samples
+from megatron_noloco.data.samples import IGNORED, SampleDataset, in_samples
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.metrics import Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
@@ -46,10 +46,11 @@ def training_microbatch(
 class ValidationSource:
     """The `count` validation microbatches, the same for every replica, evaluation and run.
 
-    They are the first of a fixed shuffle: the beginning of the split itself may be a few long files.
+    They are the first of a fixed shuffle: the beginning of the split itself may be a few long files. What is left
+    of the last one, and of the pipeline, is filled with samples whose labels have no loss.
 
     Attributes:
-        available: how many the split fills.
+        available: how many hold all samples of the split.
     """
 
     def __init__(
@@ -63,25 +64,20 @@ class ValidationSource:
         """Raise UserError when the split has too few samples.
 
         Args:
-            count: number of microbatches, rounded up to a multiple of `multiple_of`; None: as many as the split
-                fills, rounded down.
+            count: number of microbatches, rounded up to a multiple of `multiple_of`; None: those that hold all.
             weight: share of the dataset in its blend.
             multiple_of: number of microbatches that the pipeline takes at once.
         """
-        self.available = len(dataset) // micro_batch_size
-        if count is None:
-            count = max(1, self.available // multiple_of) * multiple_of
-        else:
-            count = -(-count // multiple_of) * multiple_of
-        needed = count * micro_batch_size
-        if needed > len(dataset):
+        self.available = -(-len(dataset) // micro_batch_size)
+        count = count or self.available
+        if count > self.available:
+            needed = in_samples(count * micro_batch_size, dataset.seq_length)
             raise UserError(
-                f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need "
-                f"{in_samples(needed, dataset.seq_length)}, {dataset.name} has {len(dataset)}; "
-                "lower evaluation.iters"
+                f"corpus too small: microbatches x samples in each = {count} x {micro_batch_size} need {needed}, "
+                f"{dataset.name} has {len(dataset)}; lower evaluation.iters"
             )
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
-        self.count, self.weight = count, weight
+        self.count, self.weight = -(-count // multiple_of) * multiple_of, weight
         self.order = Order.of(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:
@@ -90,7 +86,10 @@ class ValidationSource:
     def microbatch(self, index: int) -> Microbatch:
         if not 0 <= index < self.count:
             raise IndexError(f"validation microbatch {index} is outside 0..{self.count - 1}")
-        return gather(self.dataset, self.order.ids(index * self.micro_batch_size, self.micro_batch_size))
+        first = index * self.micro_batch_size
+        found = gather(self.dataset, self.order.ids(first, self.micro_batch_size))
+        found.labels[max(0, len(self.dataset) - first) :] = IGNORED
+        return found
 
 
 def gather(dataset: SampleDataset, ids: np.ndarray) -> Microbatch:

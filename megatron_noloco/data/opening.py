@@ -1,8 +1,7 @@
 """Open the training and validation data of a run: make the dataset if there is none, map it, divide it."""
 
 import math
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,9 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.blend import Blend, excerpt
-from megatron_noloco.data.indexed import Dataset, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
 from megatron_noloco.data.inputs import Inputs, find_inputs, find_standard_library
-from megatron_noloco.data.kinds import SPLITS, TRAINING, VALIDATION, Documents, Kind, Preprocessed, Records
+from megatron_noloco.data.kinds import (
+    SPLITS,
+    TRAINING,
+    VALIDATION,
+    Documents,
+    Kind,
+    Preprocessed,
+    Records,
+    Weighted,
+)
 from megatron_noloco.data.record_samples import RecordSamples, samples_apart
 from megatron_noloco.data.records import find_records, whole_source
 from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
@@ -28,7 +36,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.plans.sample_order import slots_of
 
 _FINGERPRINT_TOKENS = 1 << 16
-_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
+_COMPARED = 1 << 10, 1 << 15  # sequences of validation, and of training, that are compared
 
 # Counters of a checkpoint, with the checksums of the training and of the validation data
 TRAINING_DATA, VALIDATION_DATA = "training_data_2", "validation_data"
@@ -72,7 +80,7 @@ def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
     if isinstance(source, IndexedSource):
         return Preprocessed(source, tokenizer, Inputs([]))
     if isinstance(source, RecordSource):
-        return Records(source, tokenizer, find_records(source.path))
+        return Records(source, tokenizer, find_records(source.path, source.option))
     is_library = source.path == STANDARD_LIBRARY
     inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
     return Documents(source, tokenizer, inputs)
@@ -98,7 +106,9 @@ def _divided(kind: Kind, needs: Needs) -> Data:
             f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
             "gradient_accumulation_steps, model.seq_length or the number of replicas"
         )
-    lines = [kind.summary(training, validation), *_epochs(training, needs), *_read_twice(kind)]
+    lines = [kind.summary(training, validation), *_epochs(training, needs)]
+    if validation is not None:
+        lines += _read_twice(_datasets(kind, TRAINING), _datasets(kind, VALIDATION))
     return Data(training, validation, "; ".join(lines), needs.vocab_size)
 
 
@@ -114,17 +124,27 @@ def _epochs(training: Blend, needs: Needs) -> Iterator[str]:
     yield f"epochs in {needs.steps} steps: {', '.join(epochs)}"
 
 
-def _read_twice(kind: Kind) -> Iterator[str]:
-    """Yield which datasets for validation are also for training; those of a split never are."""
+def _read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
+    """Yield how many sequences of validation are also of training; of large datasets some are compared."""
+    evaluated = list(_some_sequences(validation, _COMPARED[0]))
+    trained = set(_some_sequences(training, _COMPARED[1], {*map(len, evaluated)}))
+    if twice := sum(sequence in trained for sequence in evaluated):
+        yield (
+            f"sequences of validation that are also training data: {twice} of {len(evaluated)} compared; the loss "
+            "on them says nothing of other text"
+        )
 
-    def content(dataset: Dataset) -> tuple[int, int]:
-        part = excerpt(dataset.tokens, _FINGERPRINT_TOKENS)
-        return len(dataset.tokens), zlib.crc32(part.astype(np.int32).data)
 
-    trained = {content(dataset) for dataset, _ in kind.training}
-    for dataset, _ in kind.validation or ():
-        if content(dataset) in trained:
-            yield f"the validation text {dataset.name} is training text, so its loss says nothing of other text"
+def _some_sequences(
+    datasets: list[Dataset], most: int, sizes: Collection[int] | None = None
+) -> Iterator[bytes]:
+    """Yield up to `most` sequences of each dataset, evenly spread, as bytes; `sizes`: those of so many bytes."""
+    for dataset in datasets:
+        places = np.unique(np.linspace(0, dataset.sequences - 1, most, dtype=np.int64))
+        begins, ends = (dataset.offsets[at] - dataset.offsets[:1] for at in (places, places + 1))
+        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+            if sizes is None or (end - begin) * np.int32().itemsize in sizes:
+                yield dataset.tokens[begin:end].astype(np.int32).tobytes()
 
 
 def open_validation(
@@ -160,43 +180,60 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    prefix, notes = data, ""
-    try:
-        if not Path(f"{data}.idx").exists():
-            entry = kind_of(whole_source(data, cache), tokenizer).make()
-            prefix, notes = entry.prefix, entry.facts["notes"]
-        samples = samples_apart(open_indexed(prefix, tokenizer, data), needs.seq_length, tokenizer)
-    except UserError as error:
-        text = str(error).removeprefix("data.text: ").removeprefix("data.sft_data_path: ")
-        raise UserError(f"--data: {text}") from None
+    dataset, notes = open_any(data, tokenizer, cache)
+    samples = samples_apart(dataset, needs.seq_length, tokenizer)
     _check_tokens(samples, needs.vocab_size)
-    return samples, notes.removeprefix("; ")
+    return samples, notes
+
+
+def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[IndexedDataset, str]:
+    """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
+    prefix, notes = data, ""
+    if not Path(f"{data}.idx").exists():
+        entry = kind_of(whole_source(data, cache), tokenizer).make()
+        prefix, notes = entry.prefix, entry.facts["notes"].removeprefix("; ")
+    return open_indexed(prefix, tokenizer, data), notes
 
 
 def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
     """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-    whole = kind.source.split is None
-    members = kind.validation if whole and split == VALIDATION else kind.training
+    members = _members(kind, split)
+    for dataset, _ in members:
+        _check_ends(dataset, needs)
+    parts = [kind.samples(dataset, needs, split) for dataset in _datasets(kind, split)]
+    for part in parts:
+        _check_tokens(part, needs.vocab_size)
+    return Blend(parts, [weight for _, weight in members])
+
+
+def _members(kind: Kind, split: int) -> Weighted:
+    """Return the datasets of which a split is all or a part; raises UserError."""
+    members = kind.validation if kind.source.split is None and split == VALIDATION else kind.training
     if members is None:
         raise UserError(
             "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
         )
-    parts = []
-    for dataset, _ in members:
-        _check_ends(dataset, needs)
-        if not whole:
-            bounds, units = kind.bounds(dataset)
-            name = f"the {SPLITS[split]} split of {dataset.name}"
-            dataset = dataset.part(bounds[split], bounds[split + 1], name)
-            if not len(dataset.tokens):
-                share = f"{astuple(kind.source.split)[split]:.4g}"
-                raise UserError(
-                    f"data.split: a share of {share} leaves {name} empty ({units} {kind.unit}); raise its weight, "
-                    f"add {kind.unit}, or give data.train_data_path and data.valid_data_path"
-                )
-        parts.append(kind.samples(dataset, needs, split))
-        _check_tokens(parts[-1], needs.vocab_size)
-    return Blend(parts, [weight for _, weight in members])
+    return members
+
+
+def _datasets(kind: Kind, split: int) -> list[Dataset]:
+    """Return the datasets of a split; raises UserError."""
+    whole = kind.source.split is None
+    return [dataset if whole else _part(kind, dataset, split) for dataset, _ in _members(kind, split)]
+
+
+def _part(kind: Kind, dataset: IndexedDataset, split: int) -> Dataset:
+    """Return the part of a dataset that a split has; raises UserError if there is none."""
+    bounds, units = kind.bounds(dataset)
+    name = f"the {SPLITS[split]} split of {dataset.name}"
+    part = dataset.part(bounds[split], bounds[split + 1], name)
+    if not len(part.tokens):
+        share = f"{astuple(kind.source.split)[split]:.4g}"
+        raise UserError(
+            f"data.split: a share of {share} leaves {name} empty ({units} {kind.unit}); raise its weight, "
+            f"add {kind.unit}, or give data.train_data_path and data.valid_data_path"
+        )
+    return part
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
@@ -204,17 +241,13 @@ def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
     check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)
 
 
-def _check_ends(dataset: Dataset, needs: Needs) -> None:
+def _check_ends(dataset: IndexedDataset, needs: Needs) -> None:
     """Raise UserError if documents are to be separated, and none of a dataset ends with the token for it."""
-    documents, bounds = needs.documents, dataset.document_bounds
+    documents = needs.documents
     if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
         return
-    assert bounds is not None
-    assert dataset.offsets is not None
-    for first in range(1, len(bounds), _ENDS_AT_ONCE):
-        ends = dataset.offsets[bounds[first : first + _ENDS_AT_ONCE]]
-        if (dataset.tokens[ends[ends > 0] - 1] == documents.end_of_document).any():
-            return
+    if dataset.ends_with(documents.end_of_document):
+        return
     field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
     raise UserError(
         f"data.{field}: no document of {dataset.name} ends with the end-of-document token "

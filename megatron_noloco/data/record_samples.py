@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.indexed import Dataset, IndexedDataset
 from megatron_noloco.data.samples import IGNORED, Array, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -20,7 +20,8 @@ class RecordSamples:
     A record longer than a sample is cut, and left out if none of its answer remains.
 
     Attributes:
-        cut: number of records that were cut or left out.
+        too_long: whether each sequence is longer than a sample, bool [sequences].
+        left_out: whether each is left out, bool [sequences].
     """
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
@@ -34,10 +35,11 @@ class RecordSamples:
         self._tokens = dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
         begins, lengths = self._pieces(dataset)
-        self.cut = int((lengths > seq_length + 1).sum())
+        self.too_long = lengths > seq_length + 1
         lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
         learnt = self._learnt(begins, lengths)
         fit = learnt > 0
+        self.left_out = ~fit
         self._begins, self._lengths, self._learnt_lengths = begins[fit], lengths[fit], learnt[fit]
         if not fit.any():
             raise UserError(
@@ -50,7 +52,6 @@ class RecordSamples:
 
     def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Return where each record begins in the tokens, and its length, int64 [records]."""
-        assert dataset.offsets is not None
         offsets = dataset.offsets[:] - dataset.offsets[:1]
         return offsets[:-1], np.diff(offsets)
 
@@ -124,8 +125,7 @@ class DocumentSamples(RecordSamples):
         super().__init__(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
 
     def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        assert dataset.offsets is not None
-        assert dataset.document_bounds is not None
+        assert isinstance(dataset, IndexedDataset)
         end, bos = self._tokenizer.end_of_document, self._tokenizer.beginning_of_document
         edges = dataset.offsets[dataset.document_bounds]
         edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
@@ -146,7 +146,7 @@ class DocumentSamples(RecordSamples):
         return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
 
 
-def samples_apart(dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
+def samples_apart(dataset: IndexedDataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
     """Return samples of the records or documents of a dataset, each read apart from the others."""
     if dataset.mask is not None:
         return RecordSamples(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import Counts, Sequence, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, Sequence, read_ahead
 from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
 from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -28,19 +28,23 @@ class _Record(NamedTuple):
     answers: list[Answer]
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
+    roles: list[str] = []  # noqa: RUF012 (read only): of its messages
 
 
-def find_records(path: str) -> Inputs:
+def find_records(path: str, option: str = "data.sft_data_path") -> Inputs:
     """Return the file, or all files of records below the folder; the notes name the others.
 
-    Raises UserError when there is none.
+    Raises UserError, which names the option that gave the path, when there is none.
     """
-    files, notes = find_inputs([path], "data.sft_data_path")
+    files, notes = find_inputs([path], option)
     others = [item for item in files if item.folder is not None and item.kind == "text"]
     records = [item for item in files if item.folder is None or item.kind != "text"]
     if not records:
         kinds = ", ".join((*JSON_LINES, *TABLES))
-        raise UserError(f"data.sft_data_path: no file of records ({kinds}) in {path}")
+        raise UserError(f"{option}: no file of records ({kinds}) in {path}")
+    for item in records:
+        if item.unread:
+            raise UserError(f"{option}: {item.path}: {item.unread[1]}")
     if others:
         notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
     return Inputs(records, notes)
@@ -51,13 +55,15 @@ def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
 
     Raises UserError for a file that cannot be read.
     """
-    whole, first = Split(1, 0, 0), None
+    whole, option, first = Split(1, 0, 0), "--data", None
     if path != STANDARD_LIBRARY:
-        files, _ = find_inputs([path], "data.text")
+        files, _ = find_inputs([path], option)
         rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
         first = next(rows, None)
     is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    return RecordSource(path, whole, True, cache) if is_record else TextSource(path, whole, cache)
+    if is_record:
+        return RecordSource(path, whole, True, cache, option=option)
+    return TextSource(path, whole, cache, option=option)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
@@ -160,16 +166,26 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record]:
     template = tokenizer.chat_template
-    for place, row in item.rows(counts.advance):
+    for place, content in item.rows(counts.advance):
+        row = without_nulls(content)
         try:
             check_whole_characters(json.dumps(row, ensure_ascii=False, default=str))
             record = _record_of(row, template)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        counts.records[item.name] += 1
+        counts.roles.update(role for role in record.roles if role not in ROLES)
         counts["dated"] += record.from_template and template.asks_for_date(row.get("tools"))
         strings = [*_strings(row)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
         yield record
+
+
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys that are null: tables and datasets write one for each key that another row has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(held) for key, held in value.items() if held is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list) else value
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -182,15 +198,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _record_of(row: Any, template: ChatTemplate) -> _Record:
-    given = row
-    if isinstance(row, dict):  # null is what datasets write where a record has no such key
-        given = {key: value for key, value in row.items() if value is not None}
-    match given:
+    match row:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
         case {"messages": [_, *_] as messages}:
             for key in ("prompt", "completion"):
-                if key in given and not _is_among(given[key], messages):
+                if key in row and not _is_among(row[key], messages):
                     raise UserError(f'has "messages" and a "{key}" that is not among them; leave out either')
         case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
             messages = [*map(_without_loss, prompt), *completion]
@@ -203,12 +216,13 @@ def _record_of(row: Any, template: ChatTemplate) -> _Record:
                 "text or both lists of messages"
             )
     for key in _UNREAD if messages else (*_UNREAD, "tools"):
-        if given.get(key):
+        if row.get(key):
             read = 'messages and "tools"' if messages else "prompt and completion"
             raise UserError(f'"{key}" is no part of the text; {read} are')
     if messages:
-        return _Record(*answers_of(messages, given.get("tools"), template), from_template=True)
-    answer = Answer(given["prompt"], given["completion"])
+        answers, empty = answers_of(messages, row.get("tools"), template)
+        return _Record(answers, empty, True, [message["role"] for message in messages])
+    answer = Answer(row["prompt"], row["completion"])
     return _Record([answer], int(not answer.text.strip()), from_template=False)
 
 

@@ -120,7 +120,6 @@ class ShuffledSamples(Samples):
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there is no whole sample."""
         super().__init__(dataset, needs)
-        assert dataset.offsets is not None
         self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
         self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
 

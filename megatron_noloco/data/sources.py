@@ -62,7 +62,7 @@ def parse_prefixes(paths: str | Sequence[str | float]) -> Prefixes:
     """
     if isinstance(paths, str):
         words = paths.split()
-        if len(words) > 2 and _weights(words[::2]) and len(words) % 2 == 0:
+        if words and len(words) % 2 == 0 and _weights(words[::2]) and not Path(f"{paths}.idx").exists():
             raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
         paths = [paths]
     names = [path for path in paths if isinstance(path, str) and path]
@@ -129,7 +129,7 @@ class RecordSource:
     packed: bool  # several records in one sample, as separate documents
     cache: str | None = None  # as of a `TextSource`
     max_lost: float = 0.05
-    option = "data.sft_data_path"
+    option: str = "data.sft_data_path"
 
     @property
     def name(self) -> str:

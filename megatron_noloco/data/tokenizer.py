@@ -54,12 +54,14 @@ class ByteTokenizer:
     def count_lost(self, texts: list[str]) -> Counter[str]:
         return Counter()
 
-    def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Return the text of `ids`, without end-of-document tokens.
+    def decode(self, ids: np.ndarray | Sequence[int], special: bool = False) -> str:
+        """Return the text of `ids`; `special`: with END_OF_DOCUMENT for end-of-document tokens.
 
         Bytes that are not UTF-8 become U+FFFD, as do ids past the vocabulary, which a padded model can emit.
         """
         tokens = np.asarray(ids, dtype=np.int64)
+        if special and (ends := np.flatnonzero(tokens == self.end_of_document)).size:
+            return END_OF_DOCUMENT.join(map(self.decode, np.split(tokens, ends)))
         tokens = np.minimum(tokens[tokens != self.end_of_document], 0xFF)  # 0xFF never occurs in UTF-8
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 

@@ -19,14 +19,20 @@ from megatron_noloco.model.families import FAMILIES, architecture_of, families_w
 
 # Text in which tokenizers of bytes differ from others: lines, digits, accents in two forms, scripts, emoji, NUL.
 _SAMPLE = "Byte by byte, \n\t3.14 é e\u0301 ﬁ İ ß \u00a0½ 日本語 עברית 👩‍👩‍👧 a\0b\u200bc"
+_ROTARY = (
+    "rotary_base",
+    "rope_scaling_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+)
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
 def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    The second value is lines for the user: the length of samples. No weights are copied; whether the model
-    computes the same here, `check_logits` says.
+    The second value is lines for the user: the length of samples, the rotary embeddings. No weights are copied;
+    whether the model computes the same here, `check_logits` says.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
@@ -52,11 +58,19 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
     )
     PretrainedWeights(folder, architecture).close()
     check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
-    line = (
-        f"model.seq_length: {before.seq_length} tokens, from --config; the model's own context is "
-        f"{architecture.seq_length} tokens"
-    )
-    return run, [line]
+    context = f"the model's own context is {architecture.seq_length} tokens"
+    rotary = {name: getattr(run.model, name) for name in _ROTARY if getattr(run.model, name) is not None}
+    return run, [
+        f"model.seq_length: {before.seq_length} tokens, from --config; {context}",
+        "rotary embeddings: " + ", ".join(f"model.{name} {value:g}" for name, value in rotary.items()),
+    ]
+
+
+def read_sizes(folder: Path) -> dict[str, Any]:
+    """Return the folder's values of the fields of a block `model` that all families have; raises UserError."""
+    check_finished(folder)
+    given = model_fields(read_architecture(folder))
+    return {name: value for name, value in given.items() if not families_with(name)}
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:

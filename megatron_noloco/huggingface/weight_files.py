@@ -75,11 +75,13 @@ class PretrainedWeights:
         if unknown == [HEAD] and torch.equal(self._read(HEAD), self._read(EMBEDDING)):
             unknown = []  # a tied head, written twice
         problems = (
-            [f"no tensor {_some(missing)}"] if (missing := sorted(shapes.keys() - self._files.keys())) else []
+            [f"no tensor {some_names(missing)}"]
+            if (missing := sorted(shapes.keys() - self._files.keys()))
+            else []
         )
         if unknown:
             model = f"{architecture.family} of {architecture.num_layers} layers"
-            problems.append(f"tensors that the {model} in config.json does not have: {_some(unknown)}")
+            problems.append(f"tensors that the {model} in config.json does not have: {some_names(unknown)}")
         if HEAD in (*missing, *unknown):
             problems.append(
                 f"tie_word_embeddings is {str(architecture.tied_embeddings).lower()} in config.json"
@@ -118,6 +120,6 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path}: cut short, or no safetensors file ({error}); copy it again") from None
 
 
-def _some(names: Sequence[str]) -> str:
+def some_names(names: Sequence[str]) -> str:
     """Return up to three of the names, and how many there are besides."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture
-from megatron_noloco.huggingface.weight_files import PretrainedWeights
+from megatron_noloco.huggingface.weight_files import PretrainedWeights, some_names
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
@@ -83,6 +83,8 @@ def check_logits(folder: Path, architecture: Architecture, read: Callable[[str],
 
     Divided by the largest logit where that is above 1. Both read the same tokens, more than a sliding window.
 
+    Raises UserError where the folder lacks tensors of transformers' model.
+
     Args:
         folder: of the model that transformers loads.
         read: returns the trainer's weights by their names in the unsplit model.
@@ -98,7 +100,14 @@ def check_logits(folder: Path, architecture: Architecture, read: Callable[[str],
     ours = model.logits(tokens)[..., : architecture.vocab_size]
     logging.disable_progress_bar()
     with torch.no_grad():
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        options: dict[str, Any] = {"trust_remote_code": False, "output_loading_info": True}
+        result: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        loaded, found = result
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(
+                f"{folder}: no tensor {some_names(missing)}, which transformers' model of config.json has (as "
+                "biases, with attention_bias true): it would make them up"
+            )
         theirs = loaded.eval()(tokens).logits
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
 

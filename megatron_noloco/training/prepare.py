@@ -99,6 +99,11 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     return Prepared(config, tokenizer, world, topology, architecture, plan, alike)
 
 
+def check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError for keys, or a chat template, with which the first rows of the data cannot be read."""
+    kind_of(config.data.source, tokenizer).check_first()
+
+
 def check_sizes(
     config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
 ) -> None:

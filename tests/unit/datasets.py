@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.encode import Counts
-from megatron_noloco.data.indexed import IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
 from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.records import encode_records, find_records
 from megatron_noloco.data.sources import Split, TextSource
@@ -29,6 +29,11 @@ def write_dataset(
     if tokenizer is not None:
         Path(f"{prefix}.facts.json").write_text(json.dumps({"tokenizer": tokenizer.digest}))
     return str(prefix)
+
+
+def sequences_of(tokens: np.ndarray, offsets: np.ndarray | None = None) -> Dataset:
+    """These tokens as sequences; a single one where no offsets are given."""
+    return Dataset(tokens, np.array([0, len(tokens)]) if offsets is None else offsets, None, "the data")
 
 
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.inputs import files_below, find_standard_library, once
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import kind_of, open_data
@@ -36,7 +35,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.files import utf_8_problem
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from tests.harness import output_of
-from tests.unit.datasets import load_text
+from tests.unit.datasets import load_text, sequences_of
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document
@@ -329,7 +328,7 @@ class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
     def source(self) -> Callable[..., Any]:
-        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
+        dataset = Samples(sequences_of(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan)
 
     def test_an_epoch_reads_every_sample_once(self) -> None:
@@ -349,7 +348,7 @@ class TestMicrobatches:
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
 
     def test_validation_is_fixed_and_without_repetition(self) -> None:
-        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
+        dataset = Samples(sequences_of(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         source, other = ValidationSource(dataset, 3, count=10), ValidationSource(dataset, 1, count=12)
         assert (len(source), source.available, len(other), other.available) == (10, 10, 12, 30)
         seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
@@ -359,6 +358,6 @@ class TestMicrobatches:
             source.microbatch(10)
 
     def test_validation_split_too_small(self) -> None:
-        dataset = Samples(Dataset(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
+        dataset = Samples(sequences_of(np.arange(30 * 4 + 1, dtype=np.uint16)), Needs(121, 4))
         with pytest.raises(ValueError, match=r"corpus too small: .* = 11 x 3 need 33 samples of 4 tokens"):
             ValidationSource(dataset, 3, count=11)

@@ -13,8 +13,18 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.opening import open_data
+from megatron_noloco.data.sources import Needs
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.errors import UserError
 from tests.harness import output_of, refusal_of
+from tests.unit.configs import SMALLEST
+from tests.unit.datasets import load_records, write_dataset
 from tests.unit.golden import check
+from tests.unit.test_chat import ANSWER, ASKED, CALLS, called
+from tests.unit.test_records import TEMPLATE, chat_tokenizer, write
 
 
 def parquet_of(text: bytes, columns: int = 1) -> bytes:
@@ -27,6 +37,8 @@ def parquet_of(text: bytes, columns: int = 1) -> bytes:
 def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 # Name of a file, its content, further options of `data preprocess`.
 WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
@@ -52,6 +64,10 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("empty.txt", b"", ()),
     # formats
     ("text.txt.xz", lzma.compress(b"text"), ()),
+    ("rows.csv", b"text,label\none,1\n", ()),
+    ("rows.TSV.gz", gzip.compress(b"text\tlabel\n"), ()),
+    ("pointer.parquet", LFS_POINTER, ()),
+    ("lines.txt", b'\xef\xbb\xbf{"messages": []}\n{"messages": []}\n', ()),
     ("cut.jsonl.gz", gzip.compress(b"x" * 99)[:-9], ()),
     ("cut.txt.zst", zstd(bytes(range(256)) * 40)[:200], ()),
     ("plain.parquet", b"plain", ()),
@@ -88,6 +104,128 @@ def test_each_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     check("data_lines", cases())
 
 
+CHANGED = TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1] | lower")
+SILENT = TEMPLATE.replace("message['content']", "message['content'] if message.role != 'system'")
+THINKING = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
+TWICE = TEMPLATE.replace("<{{ message['role'] }}>", "{% if loop.index < 3 %}<{{ message.role }}>{% endif %}")
+STRICT = "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
+CHAT_TEMPLATES = {
+    "strict": STRICT,
+    "changing": CHANGED,
+    "silent": SILENT,
+    "thinking": THINKING,
+    "twice": TWICE,
+    "tools": "{{ tools }}" + CALLS,
+    "tools of messages": "{{ messages[0].tools }}" + TEMPLATE,  # as in Phi-4-mini
+    "none": "",
+}
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "b"}]
+
+
+def chat(*messages: Any, **others: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, *messages], **others}
+
+
+# A chat template, and a record.
+WRONG_RECORDS: list[tuple[str, Any]] = [
+    # what is no record, or says more than is read
+    ("strict", {"text": "a", "completion": None}),
+    ("strict", {"conversations": [{"from": "human"}]}),
+    ("strict", {"prompt": [ASKED], "completion": "a"}),
+    ("strict", {"messages": []}),
+    ("strict", [ASKED, ANSWER]),
+    ("strict", chat(ANSWER, functions=[{"name": "f"}])),
+    ("strict", chat(ANSWER, system="a")),
+    ("strict", {"prompt": "a", "completion": "b", "system": "c"}),
+    ("strict", {"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}),
+    ("strict", chat(ANSWER, prompt="a", completion="b")),
+    ("strict", chat(ANSWER, weight=0)),
+    ("strict", {"prompt": "a", "completion": "b", "weight": 0}),
+    ("strict", {"prompt": "\ud800", "completion": "a"}),
+    ("tools", chat(ANSWER, tools=[{"\ud800": 1}])),
+    # messages
+    ("strict", {"messages": ["hello"]}),
+    ("strict", {"messages": [{"from": "human", "value": "a"}]}),
+    ("strict", chat()),
+    ("strict", {"messages": [{"role": "user", "content": None}, ANSWER]}),
+    ("strict", {"messages": [ANSWER]}),
+    ("strict", chat({**ANSWER, "role": "refused"}, ANSWER)),
+    ("strict", chat({"role": "assistant", "text": "a"})),
+    ("strict", chat({**ANSWER, "thoughts": "a"})),
+    ("strict", chat({**ANSWER, "tool_calls": [1]})),
+    ("strict", chat({"role": "assistant", "text": None})),
+    ("strict", chat({"role": "assistant", "content": []})),
+    ("strict", chat({"role": "assistant", "content": 0})),
+    ("strict", chat({"role": "assistant", "content": {"a": 1}})),
+    ("strict", chat({"role": "assistant", "content": IMAGE})),
+    ("strict", chat({**ANSWER, "weight": 0.5})),
+    ("strict", chat({**ASKED, "weight": 1})),
+    ("strict", chat({**ANSWER, "weight": 0})),
+    # what a template does not write
+    ("none", chat(ANSWER)),
+    ("thinking", chat(ANSWER)),
+    ("silent", chat(ANSWER, {"role": "system", "content": "be brief"}, ASKED, ANSWER)),
+    ("changing", chat({**ANSWER, "content": "a</think>b"})),
+    ("changing", {"messages": [{**ASKED, "content": "Two"}, {**ANSWER, "content": "two"}]}),
+    ("twice", chat(ANSWER, ANSWER)),
+    # tools and their calls
+    ("tools", chat(ANSWER, tools="[1]")),
+    ("strict", chat(ANSWER, tools=[{"name": "f"}])),
+    ("tools of messages", chat(ANSWER, tools=[{"name": "f"}])),
+    ("tools", {"messages": called("city: Ulm")}),
+    ("tools", {"messages": called('"city"')}),
+    ("tools", {"messages": called([1])}),
+]
+
+
+def test_each_record_is_one_line(tmp_path: Path) -> None:
+    """Which names file and row: tests/golden/record_lines.txt."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for name, template in CHAT_TEMPLATES.items():
+            chat_tokenizer(tmp_path / name, template)
+            if not template:
+                (tmp_path / name / "chat_template.jinja").unlink()
+        for name, record in WRONG_RECORDS:
+            path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
+            with pytest.raises(UserError) as caught:
+                load_records(path, FastTokenizer(tmp_path / name))
+            line = str(caught.value)
+            assert line.startswith(f"{path}, line 2: ")
+            assert "\n" not in line
+            yield f"{name}: {json.dumps(record)}", line.replace(str(tmp_path), "FOLDER")
+
+    check("record_lines", cases())
+
+
+WRONG_PREFIXES: list[dict[str, Any]] = [
+    {"data_path": "nowhere"},
+    {"data_path": "corpus"},
+    {"data_path": "corpus_text_document.bin"},
+    {"data_path": "texts"},
+    {"data_path": "text.txt"},
+    {"data_path": ["corpus_text_document", "0.3"]},
+    {"data_path": "0.3 corpus_text_document"},
+    {"text": "corpus_text_document"},
+]
+
+
+def test_each_prefix_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what may be meant: tests/golden/prefix_lines.txt."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "text.txt").write_text("text")
+    write_dataset(tmp_path / "corpus_text_document", [[1, 2, 3]] * 9)
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for given in WRONG_PREFIXES:
+            with pytest.raises(UserError) as caught:
+                open_data(RunConfig(**SMALLEST | {"data": given}).data.source, ByteTokenizer(), Needs(257, 4))
+            yield json.dumps(given), str(caught.value).replace(str(tmp_path), "FOLDER")
+
+    check("prefix_lines", cases())
+
+
 @pytest.mark.skipif(not Path("/usr/bin/zstd").exists(), reason="needs zstd")
 def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
     packed = subprocess.run(["zstd", "-q", "--long=28", "-c"], check=True, capture_output=True, input=b"text")
@@ -101,15 +239,24 @@ def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    for name, content in {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}.items():
+    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}
+    files |= {
+        "e.csv": b"a,b",
+        "f.jsonl": LFS_POINTER,
+        "g.txt": b'{"text": "a"}\n',
+        "h.txt": b"{as} prose,\n{}\n",
+    }
+    for name, content in files.items():
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "1 documents, 4 tokens; left out: 1 file not in UTF-8 (d; 1 bytes), 1 file of formats that are not read, "
-        "unpack them (b.txt.xz; 1 bytes), 1 file of JSON that are no JSON lines with the key (c.json; 2 bytes)"
-        "; documents that are files of text beside records: 1"
+        "2 documents, 19 tokens; left out: 1 file not in UTF-8 (d; 1 bytes), 1 file of formats that are not read, "
+        "unpack them (b.txt.xz; 1 bytes), 1 file of CSV or TSV, write the rows as JSON lines or Parquet (e.csv; 3 "
+        "bytes), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.jsonl; 70 bytes), 1 file of JSON "
+        "that are no JSON lines with the key (c.json; 2 bytes), 1 file of JSON lines whose names do not end with "
+        ".jsonl (g.txt; 14 bytes); documents that are files of text beside records: 2"
     )
-    assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 1
+    assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
 
 def peak_bytes(code: str, *arguments: Any) -> int:

@@ -25,7 +25,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data import encode
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.samples import Samples
@@ -39,7 +38,7 @@ from megatron_noloco.training.prepare import check_start, prepare, read_data
 from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import call_here, output_of, refusal_of
 from tests.unit.configs import SMALLEST
-from tests.unit.datasets import load_text, write_dataset
+from tests.unit.datasets import load_text, sequences_of, write_dataset
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -198,8 +197,10 @@ class TestIndexed:
                     door()
 
 
-def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
-    line = r"^--data: /bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+$"
+def test_what_is_measured_on_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^--data: no file or folder at nowhere "):
+        open_whole("nowhere", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
+    line = r"^/bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+$"
     with pytest.raises(ValueError, match=line):
         open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
@@ -230,7 +231,7 @@ def test_evaluation_takes_records_for_what_they_are(tmp_path: Path) -> None:
     samples, _ = open_whole(str(path), ByteTokenizer(), Needs(257, SEQ))
     assert samples.labels[:].tolist() == [*b"text", ByteTokenizer.end_of_document]
     empty = write_dataset(tmp_path / "data", [[256], [256]])
-    with pytest.raises(ValueError, match=r"^--data: .*data: holds no text of two tokens"):
+    with pytest.raises(ValueError, match=r"data: holds no text of two tokens"):
         open_whole(empty, ByteTokenizer(), Needs(257, SEQ))
 
 
@@ -272,6 +273,19 @@ def test_a_check_finds_an_empty_file(field: str, what: str, tmp_path: Path) -> N
     assert f"data.{field}: no {what} in {file}" in line
 
 
+@pytest.mark.parametrize(
+    ("field", "row", "line"),
+    [
+        ("text", {"body": "a"}, "a.jsonl, line 1: no key 'text'; there are body"),
+        ("sft_data_path", {"instruction": "a"}, 'a.jsonl, line 1: {"instruction": "a"} is no record'),
+        ("sft_data_path", {"messages": [{"role": "user"}]}, 'a.jsonl, line 1: message 1 has no "content"'),
+    ],
+)
+def test_a_check_reads_the_first_rows(field: str, row: dict[str, Any], line: str, tmp_path: Path) -> None:
+    (file := tmp_path / "a.jsonl").write_text(json.dumps(row))
+    assert line in refusal_of(*check_of(tmp_path, run_config({field: str(file)})))
+
+
 @pytest.mark.parametrize("field", ["text", "sft_data_path"])
 @pytest.mark.parametrize("output", ["texts/runs/mine", "elsewhere/runs"])
 def test_a_run_does_not_read_what_it_writes(
@@ -280,7 +294,7 @@ def test_a_run_does_not_read_what_it_writes(
     monkeypatch.chdir(tmp_path)
     for name in ("texts", "elsewhere"):
         (tmp_path / name).mkdir()
-    (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b", "text": "c"}\n')
     (tmp_path / "texts" / "a.txt").write_text("text")
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
     config = run_config({field: "texts"})
@@ -329,10 +343,27 @@ class TestText:
         for suffix in (".bin", ".idx"):
             shutil.copyfile(folder / f"a{suffix}", tmp_path / f"copy{suffix}")
         copy = str(tmp_path / "copy")
-        told = f"; the validation text {copy} is training text, so its loss says nothing of other text"
+        told = (
+            "; sequences of validation that are also training data: 40 of 40 compared; the loss on them says"
+        )
         for name in ("a", "b"):
             source = IndexedSource(((name, 1.0),), ((copy, 1.0),), None)
-            assert open_data(source, byte, needs).summary.endswith(told) == (name == "a")
+            assert (told in open_data(source, byte, needs).summary) == (name == "a")
+
+    def test_documents_of_validation_that_training_reads_are_counted(self, tmp_path: Path) -> None:
+        """Wherever they lie in the files."""
+        texts = [f"document {number}" for number in range(10)]
+        for name, lines in {"a": texts, "b": [*texts[7:], "another"]}.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+        line = "also training data: 3 of 4 compared;"
+        assert line in build(text=str(tmp_path), split="10,4").summary
+
+    def test_documents_without_an_end_are_told(self, tmp_path: Path) -> None:
+        line = "; documents of {} have no end-of-document token (preprocess with --append-eod)"
+        for ends in (True, False):
+            prefix = write_dataset(tmp_path / str(ends), [[*range(20), *[256] * ends]] * 8)
+            summary = build(data_path=prefix, split="1,0,0", evaluates=False).summary
+            assert (line.format(prefix) in summary) != ends
 
     def test_datasets_without_weights_are_read_by_their_sizes(self) -> None:
         built = build(data_path=["a", "one"], split="1,0,0", evaluates=False)
@@ -503,7 +534,7 @@ class TestLoader:
     routing = Routing(3, 2, seed=1, interval="microbatch")
 
     def source(self) -> Callable[..., Any]:
-        dataset = Samples(Dataset(np.arange(30 * 4 + 1)), Needs(121, 4))
+        dataset = Samples(sequences_of(np.arange(30 * 4 + 1)), Needs(121, 4))
         return partial(training_microbatch, dataset, Order.of(len(dataset), seed=1), self.plan, 1)
 
     def loader(self, source: Callable[..., Any], stage: int, record: Any = unrecorded) -> Loader:
@@ -575,12 +606,15 @@ class TestLoader:
 
 
 @pytest.mark.parametrize(
-    ("count", "multiple", "taken"), [(None, 1, 10), (None, 4, 8), (5, 4, 8), (8, 4, 8), (1, 4, 4)]
+    ("count", "multiple", "taken", "samples"),
+    [(None, 1, 11, 31), (None, 4, 12, 31), (5, 4, 8, 24), (11, 4, 12, 31), (1, 4, 4, 12)],
 )
-def test_validation_takes_what_fills_the_pipeline(count: int | None, multiple: int, taken: int) -> None:
-    """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
-    dataset = Samples(Dataset(np.arange(31 * 4 + 1)), Needs(125, 4))
+def test_validation_fills_the_pipeline(count: int | None, multiple: int, taken: int, samples: int) -> None:
+    """31 samples are 10 microbatches of 3 and a rest; a pipeline with virtual stages takes 4 at once, or 8."""
+    dataset = Samples(sequences_of(np.arange(31 * 4 + 1)), Needs(125, 4))
     source = ValidationSource(dataset, 3, count, multiple_of=multiple)
-    seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
+    found = [source.microbatch(index) for index in range(len(source))]
+    labels = torch.cat([microbatch.labels for microbatch in found])
+    learnt = labels[labels >= 0].tolist()
     assert len(source) == taken
-    assert len(set(seen[:, 0].tolist())) == 3 * taken
+    assert len(learnt) == len({*learnt}) == 4 * samples

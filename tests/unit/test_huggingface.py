@@ -40,7 +40,7 @@ from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
-from tests.harness import REPOSITORY, full_disk, output_of, refusal_of, run_command, run_ranks
+from tests.harness import REPOSITORY, call, full_disk, output_of, refusal_of, run_command, run_ranks
 from tests.unit.configs import SMALLEST
 from tests.unit.golden import check
 
@@ -429,7 +429,8 @@ def test_import_compares_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (command, output) = import_of(folder)
     said = run_command(*map(str, command[:-1]))
     assert "model.seq_length: 16 tokens, from --config; the model's own context is 32 tokens" in said
-    assert "logits: largest difference from those of transformers" in said[1]
+    assert "rotary embeddings: model.rotary_base 10000" in said
+    assert "logits: largest difference from those of transformers" in said[2]
     output.unlink()
     assert "logits:" not in output_of(*command)
 
@@ -440,6 +441,26 @@ def test_import_compares_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return str(caught.value)
 
     assert f"{folder}: its logits under transformers differ" in run_ranks(1, refusal)[0]
+
+
+def test_import_names_tensors_that_transformers_would_make_up(tmp_path: Path) -> None:
+    """Its biases would be zeros, so the logits agree."""
+    model = make_model(multiple=1)
+    folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
+    change_config(attention_bias=True)(folder)
+    (command, output) = import_of(folder)
+    code, _, err = call(*map(str, command[:-1]))
+    assert (code, output.exists()) == (2, False)
+    assert err.startswith(f"{folder}: no tensor model.layers.0.self_attn.k_proj.bias, ")
+
+
+def test_import_takes_the_sizes_that_the_config_lacks(tmp_path: Path) -> None:
+    model = make_model(multiple=1)
+    folder = write_folder(tmp_path / "theirs", model)
+    sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
+    without = {name: value for name, value in SMALLEST["model"].items() if name not in sizes}
+    given = imported(folder, {"model": without})["model"]
+    assert {name: given[name] for name in sizes} == {name: getattr(model, name) for name in sizes}
 
 
 def import_of(folder: Path, changes: dict[str, Any] | None = None) -> tuple[list[Any], Path]:

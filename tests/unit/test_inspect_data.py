@@ -14,6 +14,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import call_here, output_of, refusal_of, run_command
 from tests.unit.datasets import write_dataset
 from tests.unit.test_preprocess import make_tokenizer
+from tests.unit.test_records import CHAT, TEMPLATE, chat_tokenizer, write
 
 
 def test_inspect_prints_sizes_and_the_first_documents(tmp_path: Path) -> None:
@@ -36,6 +37,21 @@ def test_inspect_ids_of_another_tokenizer(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "p", [[5, 999]], vocab_size=1000)
     line = "document 0: tokens 5 999 ... (not of this tokenizer"
     assert line in output_of("data", "inspect", prefix)
+
+
+def test_inspect_shows_what_is_learnt_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT[1:]}, {"prompt": "two", "completion": " six"})
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    first, second = output_of("data", "inspect", path, "--tokenizer-model", tokenizer).splitlines()[-2:]
+    assert first == (
+        "document 0: '<user>two\\n<assistant>' [learnt: 'three four<end>\\n'] '<user>five\\n<assistant>' "
+        "[learnt: 'six<end>\\n']"
+    )
+    assert second == "document 1: 'two' [learnt: ' six<end>']"
+    assert output_of(
+        "data", "inspect", write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
+    ).endswith("document 0: 'a' [learnt: 'b<|endoftext|>']\n")
 
 
 @pytest.fixture(scope="module")

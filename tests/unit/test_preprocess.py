@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import encode
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, read_indexed
 from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Job, preprocess
+from megatron_noloco.data.preprocess import preprocess
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
 from tests.harness import full_disk
@@ -67,16 +69,19 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def job_of(paths: list[Path], prefix: Path, tokenizer: AnyTokenizer = BYTES, **options: Any) -> Job:
-    return Job([*map(str, paths)], prefix, tokenizer, **{"append_eod": True, **options})
+def counted(
+    folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any
+) -> dict[str, Any]:
+    """The facts about FOLDER/out_text_document, which is made."""
+    return preprocess([*map(str, paths)], folder / "out", tokenizer, **{"append_eod": True, **options})[1]
 
 
-def run(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> Dataset:
-    preprocess(job := job_of(paths, folder / "out", tokenizer, **options))
-    return read_indexed(str(job.output))
+def run(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> IndexedDataset:
+    counted(folder, paths, tokenizer, **options)
+    return read_indexed(str(folder / f"out_{options.get('key', 'text')}_document"))
 
 
-def documents(indexed: Dataset) -> list[list[int]]:
+def documents(indexed: IndexedDataset) -> list[list[int]]:
     bounds = indexed.offsets[indexed.document_bounds]
     return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
 
@@ -131,7 +136,7 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
-    counts = preprocess(job_of([path], tmp_path / "out"))
+    counts = counted(tmp_path, [path])
     assert [counts[name] for name in ("documents", "tokens", "empty")] == [2, 8, 1]
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
@@ -166,8 +171,10 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
     (folder / "empty.txt").write_text("")
-    tally = preprocess(job := job_of([folder], tmp_path / "out"))
-    assert documents(read_indexed(str(job.output))) == expected(["first", "second", "third"])
+    tally = counted(tmp_path, [folder])
+    assert documents(read_indexed(str(tmp_path / "out_text_document"))) == expected(
+        ["first", "second", "third"]
+    )
     assert [tally[name] for name in ("documents", "not_text", "empty_files")] == [3, 2, 1]
 
 
@@ -243,20 +250,22 @@ def without_torch(said: str) -> str:
 def test_an_index_means_a_complete_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file is on the disk when it gets its name, as after a power cut. Then the command is given again."""
     write_jsonl(tmp_path / "a.jsonl", ["A"])
-    job, stops = job_of([tmp_path / "a.jsonl"], tmp_path / "out" / "a"), 0
-    while _stopped_at(stops, job, monkeypatch):
-        if Path(f"{job.output}.idx").exists():
-            assert documents(read_indexed(str(job.output))) == expected(["A"])
-            Path(f"{job.output}.idx").unlink()
-        assert preprocess(job)["documents"] == 1
-        assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin", ".json", ".idx"}
-        shutil.rmtree(tmp_path / "out")
+    folder, stops = tmp_path / "data", 0
+    make = partial(counted, folder, [tmp_path / "a.jsonl"])
+    while _stopped_at(stops, make, monkeypatch):
+        prefix = folder / "out_text_document"
+        if Path(f"{prefix}.idx").exists():
+            assert documents(read_indexed(str(prefix))) == expected(["A"])
+            Path(f"{prefix}.idx").unlink()
+        assert make()["documents"] == 1
+        assert {path.suffix for path in folder.iterdir()} == {".bin", ".json", ".idx"}
+        shutil.rmtree(folder)
         stops += 1
     assert stops == 10
 
 
-def _stopped_at(last: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run the job, stopped right before or after a file gets its name; False: it ended before that."""
+def _stopped_at(last: int, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Make a dataset, stopped right before or after a file gets its name; False: it was complete before that."""
     calls = iter(range(100))
     synced, sync, replace = set(), os.fsync, Path.replace
 
@@ -276,7 +285,7 @@ def _stopped_at(last: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
         patch.setattr(os, "fsync", note)
         patch.setattr(Path, "replace", rename)
         try:
-            preprocess(job)
+            make()
         except KeyboardInterrupt:
             return True
     return False

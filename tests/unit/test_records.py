@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,6 @@ from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.errors import UserError
 from megatron_noloco.training.outputs import example_prompt
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_preprocess import make_tokenizer
@@ -31,6 +31,12 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}<end>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# The same as TRL's training templates are: what the assistant generates is between marks.
+GENERATION = (
+    "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<end>{{ '\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 CHAT = [
     {"role": "system", "content": "Größe"},
@@ -83,6 +89,10 @@ class TestRecords:
         theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, return_dict=True)
         assert record.tokens.tolist() == theirs["input_ids"]
         assert answers(record, tokenizer) == "three four\nsix\n"
+        masked = AutoTokenizer.from_pretrained(model).apply_chat_template(
+            CHAT, chat_template=GENERATION, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert record.answer.tolist() == list(map(bool, masked["assistant_masks"]))
         assert (record.tokens[record.answer] == tokenizer.end_of_document).sum() == 2
 
     def test_the_files_of_a_folder_in_order(self, tmp_path: Path) -> None:
@@ -116,66 +126,6 @@ class TestRecords:
             "; further paths to files that are read once: 1"
         )
 
-    def test_a_row_of_parquet_that_is_no_record_is_named(self, tmp_path: Path) -> None:
-        rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "text": "b"}]
-        parquet.write_table(
-            pyarrow.Table.from_pylist(
-                rows, pyarrow.schema([(name, pyarrow.string()) for name in ("prompt", "completion", "text")])
-            ),
-            tmp_path / "a.parquet",
-        )
-        with pytest.raises(
-            ValueError, match=r'a.parquet, row 2: {"prompt": "a", "completion": null, "text": "b"} is'
-        ):
-            load_records(str(tmp_path / "a.parquet"), BYTES)
-
-    @pytest.mark.parametrize(
-        ("record", "line"),
-        [
-            (
-                {"text": "a"},
-                r'{"text": "a"} is no record, which is an object with "messages", a list of objects',
-            ),
-            ({"conversations": [{"from": "human"}]}, r'{"conversations": .* is no record'),
-            ({"prompt": [CHAT[1]], "completion": "a"}, r'{"prompt": .* is no record'),
-            ({"messages": []}, r'{"messages": \[\]} is no record'),
-            (CHAT, "a list; each line must hold one whole JSON object"),
-            (
-                {"messages": CHAT, "functions": [{"name": "f"}]},
-                '"functions" is no part of the text; messages',
-            ),
-            ({"messages": CHAT[1:], "system": "Größe"}, '"system" is no part of the text; messages'),
-            (
-                {"prompt": "a", "completion": "b", "system": "c"},
-                '"system" is no part of the text; prompt and',
-            ),
-            ({"prompt": "a", "completion": "b", "tools": [{"name": "f"}]}, '"tools" is no part of the text'),
-            (
-                {"messages": CHAT, "prompt": "a", "completion": "b"},
-                'has "messages" and a "prompt" that is not',
-            ),
-            ({"messages": CHAT, "weight": 0}, '"weight" 0 of a whole record'),
-            ({"prompt": "a", "completion": "b", "weight": 0}, '"weight" 0 of a whole record'),
-            ({"messages": ["hello"]}, 'message 1 must have "role" and "content", not "hello"'),
-            ({"messages": [{"from": "human", "value": "a"}]}, 'message 1 must have .*, not {"from": "human"'),
-            ({"prompt": "\ud800", "completion": "a"}, "holds half a character"),
-            ({"messages": CHAT, "tools": [{"\ud800": 1}]}, "holds half a character"),
-            ({"messages": CHAT[:2]}, 'no message has the role "assistant" and a weight above 0'),
-            ({"messages": [{"role": "user", "content": None}, CHAT[2]]}, 'message 1 has no "content"$'),
-            ({"messages": CHAT[2:]}, 'message 1 has the role "assistant": an answer needs a message before'),
-            ({"messages": [CHAT[1], {**CHAT[2], "role": "refused"}, CHAT[2]]}, "the chat template refuses"),
-        ],
-    )
-    def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
-        strict = (
-            "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
-        )
-        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "strict", strict))
-        path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
-        with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
-            load_records(path, tokenizer)
-        assert "\n" not in str(caught.value)
-
     def test_prompts_and_completions_of_messages(self, model: Path, tmp_path: Path) -> None:
         """As TRL has them, only the completion is learnt; a prompt beside messages is one of them."""
         tokenizer, last = FastTokenizer(model), {"messages": CHAT}
@@ -198,21 +148,6 @@ class TestRecords:
             digests = [recipe.digest for recipe in recipes]
             assert digests[0] == digests[1]
             assert (digests[0] != digests[2]) == again
-
-    def test_template_with_other_generation_prompt(self, tmp_path: Path) -> None:
-        asking = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
-        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "asking", asking))
-        with pytest.raises(
-            ValueError, match=r"line 1: .* asks for message 3 with '.*<assistant><think>', with"
-        ):
-            load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
-
-    def test_a_conversation_without_a_template_is_refused(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        path = write(tmp_path / "a.jsonl", {"messages": CHAT})
-        for tokenizer in (BYTES, FastTokenizer(tmp_path)):
-            with pytest.raises(ValueError, match=r"line 1: .* has no chat template"):
-                load_records(path, tokenizer)
 
     @pytest.mark.parametrize(
         ("end", "token"),
@@ -264,7 +199,8 @@ class TestRecordSamples:
     def test_longer_records_are_cut_and_without_an_answer_left_out(self) -> None:
         long = [record(12, 0, 6), record(12, 50, 2)]
         dataset = samples_of([*long, record(9, 90)], packed=False)  # a sample holds 8 tokens and their labels
-        assert dataset.cut == 2
+        assert dataset.too_long.tolist() == [True, True, False]
+        assert dataset.left_out.tolist() == [False, True, False]
         assert len(dataset) == 2
         assert dataset[0].labels.tolist() == [IGNORED] * 5 + [6, 7, 8]
         with pytest.raises(ValueError, match="the data: none of 1 records has an answer within 8 tokens"):
@@ -290,11 +226,33 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     built = open_data(source(path, packed=False), BYTES, needs)
     first = [BYTES.decode(built.training[index].tokens[1:2]) for index in range(len(built.training))]
     assert first == list("01234567")
-    assert "10 records (0 longer than a sample), 8 training samples" in built.summary
+    assert "10 records, 8 training samples with 16 tokens in answers, 100 % of all" in built.summary
     (validation,) = open_validation(source(path, packed=False), BYTES, needs, {}, 8).parts
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         open_data(source(path, "999,1"), BYTES, needs)
+
+
+def test_records_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    """In records, also where an answer is a sequence of its own; by file and row."""
+    texts = [("", "a"), ("", "a" * 12), ("a" * 12, "b"), ("", "c")]
+    for name in ("a", "b"):
+        given = [{"prompt": prompt, "completion": answer} for prompt, answer in texts]
+        write(tmp_path / f"{name}.jsonl", *given[: 1 if name == "a" else None])
+    summary = open_data(source(str(tmp_path), "1"), BYTES, Needs(257, 8, evaluates=False)).summary
+    assert summary.endswith(
+        "5 records, 2 training samples with 14 tokens in answers, 100 % of all; records longer than a sample, "
+        "cut: 1 (first record 2 of b.jsonl); records left out, since no answer fits: 1 (first record 3 of b.jsonl)"
+    )
+
+
+def test_other_roles_are_named_with_the_share_that_is_learnt(model: Path, tmp_path: Path) -> None:
+    """A template writes a misspelt role as it is, and nothing of its message is learnt."""
+    chat = [CHAT[1], CHAT[2] | {"role": "assitant"}, *CHAT[3:]]
+    path = write(tmp_path / "a.jsonl", {"messages": chat}, {"messages": CHAT})
+    summary = open_data(source(path, "1"), FastTokenizer(model), Needs(300, 256, evaluates=False)).summary
+    assert re.search(r"with \d+ tokens in answers, \d\d\.\d % of all; messages of other roles than", summary)
+    assert summary.endswith('system, user, assistant, tool: "assitant" (1), nothing is learnt of them')
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -353,10 +311,3 @@ def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) ->
 def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
     first, second = (samples_of([record(9, answered=answered)]).contents for answered in (2, 3))
     assert [np.array_equal(a[:], b[:]) for a, b in zip(first, second, strict=True)] == [True, False, True]
-
-
-def test_a_file_that_is_one_list_has_a_remedy(tmp_path: Path) -> None:
-    path = tmp_path / "alpaca.json"
-    path.write_text(json.dumps([{"prompt": "a", "completion": "b"}], indent=1))
-    with pytest.raises(UserError, match=r"line 1: not JSON .* one list, `jq -c '\.\[\]' FILE` writes them$"):
-        load_records(str(path), ByteTokenizer())

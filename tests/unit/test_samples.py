@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_noloco.data import blend
 from megatron_noloco.data import samples as samples_module
-from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import IGNORED, Samples, ShuffledSamples
@@ -20,7 +19,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.layers import document_mask
 from megatron_noloco.plans.draws import Shuffle, Stream
-from tests.unit.datasets import write_dataset
+from tests.unit.datasets import sequences_of, write_dataset
 
 SEQ = 8
 NEEDS = Needs(vocab_size=10_000, seq_length=SEQ)
@@ -31,7 +30,7 @@ BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
 
 @pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
 def test_samples_share_one_token(tokens: int, count: int) -> None:
-    made = Samples(Dataset(np.arange(tokens, dtype=np.uint16), name="the data"), NEEDS)
+    made = Samples(sequences_of(np.arange(tokens, dtype=np.uint16)), NEEDS)
     assert len(made) == count
     for index in range(count):
         sample = made[index]
@@ -47,7 +46,7 @@ def test_samples_share_one_token(tokens: int, count: int) -> None:
 def test_less_than_a_sample() -> None:
     line = r"corpus too small: .* 8 tokens, one sample needs .* 9; .* lower seq_length"
     with pytest.raises(ValueError, match=line):
-        Samples(Dataset(np.arange(8, dtype=np.uint16)), NEEDS)
+        Samples(sequences_of(np.arange(8, dtype=np.uint16)), NEEDS)
 
 
 @pytest.mark.parametrize("token", [-1, 10_000])
@@ -55,8 +54,8 @@ def test_token_outside_vocabulary_is_found_at_read(token: int) -> None:
     tokens = np.arange(100)
     tokens[50] = token
     datasets = [
-        Samples(Dataset(tokens, name="the data"), NEEDS),
-        ShuffledSamples(Dataset(tokens, np.array([0, 100]), name="the data"), NEEDS),
+        Samples(sequences_of(tokens), NEEDS),
+        ShuffledSamples(sequences_of(tokens, np.array([0, 100])), NEEDS),
     ]
     for made in datasets:
         assert made[5].tokens[0] == 40
@@ -67,9 +66,7 @@ def test_token_outside_vocabulary_is_found_at_read(token: int) -> None:
 def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledSamples:
     """Sequences whose tokens are all different; `before`: where in its file the first one begins."""
     offsets = before + np.cumsum([0, *lengths])
-    return ShuffledSamples(
-        Dataset(np.arange(sum(lengths)), offsets, name="the data"), replace(NEEDS, seed=seed)
-    )
+    return ShuffledSamples(sequences_of(np.arange(sum(lengths)), offsets), replace(NEEDS, seed=seed))
 
 
 def samples(made: Samples) -> list[list[int]]:
@@ -96,7 +93,7 @@ def test_samples_are_those_of_the_shuffled_sequences(
         patch.setattr(samples_module, "_BLOCK", block)
         patch.setattr(samples_module, "_BATCH_BLOCKS", 2)
         found = samples(dataset(lengths, seed, before))
-    assert found == samples(Samples(Dataset(laid_end_to_end(lengths, seed)), NEEDS))
+    assert found == samples(Samples(sequences_of(laid_end_to_end(lengths, seed)), NEEDS))
 
 
 def test_seeds_differ_and_neighbours_part() -> None:
@@ -113,7 +110,7 @@ def test_seeds_differ_and_neighbours_part() -> None:
 
 
 def test_token_after_end_has_no_loss() -> None:
-    tokens, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=BOTH))[0]
+    tokens, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=BOTH))[0]
     assert tokens.tolist() == TOKENS[:8].tolist()
     assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
     assert documents is not None
@@ -122,16 +119,16 @@ def test_token_after_end_has_no_loss() -> None:
 
 def test_each_is_done_without_the_other() -> None:
     masked, apart = DocumentBorders(END, eod_mask_loss=True), DocumentBorders(END, reset_attention_mask=True)
-    _, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=masked))[0]
+    _, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=masked))[0]
     assert IGNORED in labels
     assert documents is None
-    _, labels, documents = Samples(Dataset(TOKENS), replace(NEEDS, documents=apart))[0]
+    _, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=apart))[0]
     assert IGNORED not in labels
     assert documents is not None
 
 
 def test_in_shuffled_sequences_and_in_microbatches() -> None:
-    dataset = ShuffledSamples(Dataset(TOKENS, np.array([0, 3, 5, 6, 9])), Needs(10, 4, documents=BOTH))
+    dataset = ShuffledSamples(sequences_of(TOKENS, np.array([0, 3, 5, 6, 9])), Needs(10, 4, documents=BOTH))
     microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
     assert microbatch.documents is not None
     ends = (microbatch.tokens == END) | (microbatch.tokens == 6)  # which ends the last sequence without END
@@ -146,7 +143,7 @@ def test_shuffled_pieces_are_separate_documents(lengths: list[int], seed: int) -
     order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
     lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1
     needs = replace(NEEDS, seed=seed, documents=DocumentBorders(-1, True, True))
-    made = ShuffledSamples(Dataset(np.arange(sum(lengths)), np.cumsum([0, *lengths])), needs)
+    made = ShuffledSamples(sequences_of(np.arange(sum(lengths)), np.cumsum([0, *lengths])), needs)
     for index in range(len(made)):
         _, labels, documents = made[index]
         expected = np.isin(np.arange(index * SEQ, (index + 1) * SEQ), lasts)

@@ -151,7 +151,7 @@ class TestSpecialTokens:
             SPELLED * 400 if split else "Say  to end,  and  too.\n" * 400
         )
         how = "read as text" if split else "read as these tokens, not as text"
-        assert datasets.summary.endswith(f"; special tokens spelled out: 1200, {how}")
+        assert f"; special tokens spelled out: 1200, {how};" in datasets.summary
 
     @pytest.mark.parametrize(
         ("options", "ends", "how"), [([], 1, "text"), (["--no-split-special-tokens"], 3, "these tokens")]
@@ -352,13 +352,15 @@ class TestLostCharacters:
         (tmp_path / "tok").mkdir()
         tokenizer.save(str(tmp_path / "tok" / "tokenizer.json"))
         (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-        lines = [f"the quick fox {LOST if place == 3 else 'dog'} over the lazy\n" for place in range(20)]
+        lines = [
+            f"the quick fox {LOST + 'ЖЖ語' if place == 3 else 'dog'} over the lazy\n" for place in range(20)
+        ]
         (tmp_path / "text.txt").write_text("".join(lines))
         file = write(tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} for line in lines))
-        examples = "such as 'ß' in {0}, 'é' in {0}, 'ñ' in {0}"
+        examples = "such as 'Ж' in {0}, '語' in {0}, 'ß' in {0}"  # the most frequent
         for source in (TextSource(str(tmp_path / "text.txt"), HALVES), RecordSource(file, HALVES, False)):
             characters = sum(map(len, lines)) + (7 * 20 if isinstance(source, RecordSource) else 0)
-            told = f"no token stands for 11 of {characters} characters"
+            told = f"no token stands for 14 of {characters} characters"
             summary = datasets_of(source, tmp_path / "tok").summary
             assert told in summary
             assert examples.format(Path(source.path).name) in summary
