@@ -40,7 +40,9 @@ def buffer(
     if pinned and torch.cuda.is_available():
         memory = _pinned(size)
     else:
-        memory = torch.from_numpy(np.empty(max(1, size), np.uint8))  # numpy asks for huge pages, torch does not
+        memory = torch.from_numpy(
+            np.empty(max(1, size), np.uint8)
+        )  # numpy asks for huge pages, torch does not
     return memory[:size].view(dtype)
 
 

@@ -12,6 +12,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import Loader, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
@@ -26,8 +27,9 @@ from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.training.evaluator import Evaluator
 from megatron_noloco.training.prepare import Joined, Prepared
+from megatron_noloco.training.replica_state import ReplicaState
 from megatron_noloco.training.run import Schedule
-from megatron_noloco.training.separate_jobs import build_peers
+from megatron_noloco.training.separate_jobs import OtherJobs
 from megatron_noloco.transport.interface import Transport
 
 # Of a call between microbatches: a GPU has more queued than that, or is asked again behind the backward pass.
@@ -63,7 +65,7 @@ def peers(
     config, weights = prepared.config, engine.weights
     found: Peers
     if isinstance(link, Membership):
-        found = build_peers(config, link, engine, health, monitor)
+        found = _other_jobs(config, link, engine, health, monitor)
     elif not config.noloco.enabled:
         found = JobPeers(NoRounds(weights))
     else:
@@ -73,6 +75,22 @@ def peers(
     if torch.cuda.is_available():
         engine.pipeline.between_microbatches = partial(found.outer.progress, _PROGRESS_SECONDS)
     return found
+
+
+def _other_jobs(
+    config: RunConfig, membership: Membership, engine: ReplicaEngine, health: Health, monitor: Monitor
+) -> FederationPeers:
+    """Return the other jobs of a federation as the loop meets them."""
+    weights, seed, place = engine.weights, config.training.seed, membership.place
+    replica = membership.replica(weights, seed, engine.held())
+    outer = OuterOptimizer(weights, None, place, config.noloco, seed, replica)
+    optimizer = config.optimizer.type
+    keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
+    membership.say = monitor.say
+    if membership.leading is not None:
+        folder = config.training.folder_of(place.replica)
+        monitor.metrics.writers.append(OtherJobs(membership.leading.members, folder))
+    return FederationPeers(membership, replica, outer, keeper, health)
 
 
 def loader(prepared: Prepared, data: Data, engine: ReplicaEngine, plan: BatchPlan, record: Record) -> Loader:

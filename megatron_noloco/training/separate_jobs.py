@@ -7,25 +7,18 @@ from pathlib import Path
 
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
-from megatron_noloco.config import RunConfig
-from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import Membership, join_federation
 from megatron_noloco.federation.mesh import Member, Status
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.writers import OTHERS
-from megatron_noloco.outer import OuterOptimizer
-from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.preflight.newcomer import TOKENIZER, tokenizer_piece
 from megatron_noloco.training import finished
 from megatron_noloco.training.following import keep_addresses, keep_rows
 from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
-from megatron_noloco.training.replica_state import ReplicaState
 
 
 class StoppedAtStartError(Exception):
@@ -68,22 +61,6 @@ def meet(
         raise StoppedAtStartError(why)
     notes = ["started, though fewer replicas than federation.start_with are there"] * (not came)
     return membership, notes
-
-
-def build_peers(
-    config: RunConfig, membership: Membership, engine: ReplicaEngine, health: Health, monitor: Monitor
-) -> FederationPeers:
-    """Return the other jobs as the loop meets them."""
-    weights, seed, place = engine.weights, config.training.seed, membership.place
-    replica = membership.replica(weights, seed, engine.held())
-    outer = OuterOptimizer(weights, None, place, config.noloco, seed, replica)
-    optimizer = config.optimizer.type
-    keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
-    membership.say = monitor.say
-    if membership.leading is not None:
-        folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.leading.members, folder))
-    return FederationPeers(membership, replica, outer, keeper, health)
 
 
 class OtherJobs:

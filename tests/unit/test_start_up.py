@@ -1,6 +1,8 @@
 """What is set before torch is asked for a GPU."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -39,3 +41,12 @@ def test_only_train_has_torch_look_for_gpus_without_cuda(
     with pytest.raises(AskedError):
         start()
     assert (os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1") is asks_nvml
+
+
+def test_engines_are_imported_only_for_a_run_that_can_start() -> None:
+    """They take seconds, and warn unless `before_engines` was called."""
+    code = (
+        "import sys, megatron_noloco.training.start; print({'megatron.core', 'deepspeed'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr) == ("set()\n", "")
