@@ -3,7 +3,6 @@
 import math
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -38,8 +37,6 @@ from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.fit import shortage
-from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
 from megatron_noloco.training import finished
 from megatron_noloco.training.prepare import Prepared, read_data
@@ -84,7 +81,7 @@ def join_job(prepared: Prepared) -> Joined:
     `job.leaving.abandon_job`.
     """
     config, topology = prepared.config, prepared.topology
-    notes, host = _join_ranks(prepared)
+    notes = _join_ranks(prepared)
     data, validation = _wait_for_data(prepared)
     check_ranks(prepared, data)
     hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
@@ -100,7 +97,6 @@ def join_job(prepared: Prepared) -> Joined:
     saved = None if start.saved is None else start.saved.manifests[0].config
     config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
     settings = replace(settings, run=config.to_dict())
-    _warn_of_shortage(prepared, config, host)
     # From here on no signal ends this process at once: what follows must look.
     limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
     save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
@@ -155,14 +151,7 @@ def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
     return read
 
 
-class _Host(NamedTuple):
-    """How many ranks are on this host, and how many share a GPU."""
-
-    ranks: int
-    sharing: int
-
-
-def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
+def _join_ranks(prepared: Prepared) -> list[str]:
     """Join the ranks of this job, and give each its device and threads. Return notes for the user."""
     world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
     if cuda:  # before anything is allocated
@@ -170,7 +159,7 @@ def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         routing = prepared.config.routing(topology)
         if routing.active:  # each rank then has hops to and from those of all replicas
-            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(HOP_CHANNELS))
+            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # activations and gradients at once
         alone = topology.replica_size == 1
         device = local_device(world, torch.cuda.device_count(), shared=alone)
@@ -184,21 +173,14 @@ def _join_ranks(prepared: Prepared) -> tuple[list[str], _Host]:
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not
-    host = _Host(len(neighbours), check_gpus(topology.replica_size) if cuda else 1)
+    if cuda:
+        check_gpus(topology.replica_size)
     own = os.sched_getaffinity(0)
     share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, int(share)))
-    crowded = f"this host has more ranks ({host.ranks}) than cores ({len(own)}): they compute in turn"
-    return [crowded] * (not cuda and share < 1), host
-
-
-def _warn_of_shortage(prepared: Prepared, config: RunConfig, host: _Host) -> None:
-    """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
-    if prepared.world.local_rank == 0:
-        short = shortage(config, prepared.architecture, prepared.topology, *host, started=True)
-        if short is not None:
-            sys.stderr.write(f"{socket.gethostname()}: {short}\n")
+    crowded = f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"
+    return [crowded] * (not cuda and share < 1)
 
 
 def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.config import Known, RunConfig, describe
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, ZeroConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
@@ -121,7 +121,7 @@ def test_deepspeed_s_own_spellings_pass() -> None:
         optimizer={"type": "adamw", "params": {"lr": 1}},
         scheduler=None,
     )
-    assert "optimizer: AdamW, lr 1, weight_decay 0" in describe(run, run.topology(8))
+    assert "optimizer: AdamW, lr 1, weight_decay 0" in describe(Known(run, run.topology(8)))
     assert run.as_deepspeed()["zero_optimization"]["reduce_bucket_size"] == 5e8
     assert run.as_deepspeed()["fp16"]["loss_scale"] == 128
     assert "scheduler" not in run.as_deepspeed()
@@ -323,7 +323,8 @@ def test_config_check_says_what_the_run_is_or_what_is_wrong(
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
     code, out, err = call_here(*check)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{path}: ok\nrates: lr 0.001 in every local step\nparallel.replicas is")
+    assert out.startswith(f"{path}: ok\nbatch per replica: ")
+    assert out.endswith('\nparallel.replicas is "auto": --world-size N shows the rest of the run\n')
     line = "config: --world-size goes together with --check FILE\n"
     assert call_here("config", "--world-size", "8") == (2, "", line)
     path.write_text(json.dumps(GOOD))
