@@ -53,7 +53,7 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
-    from megatron_noloco.config import describe, describe_data, describe_rates, load_config, resolve
+    from megatron_noloco.config import Known, describe, load_config, resolve
 
     config = load_config(path)
     world_size = config.world_size if world_size is None else world_size
@@ -63,7 +63,6 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
         config, by_recipe = resolve(config, topology.total_replicas)
 
     with importing():  # torch: only for a sound config
-        from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.preflight.short_run import dry_run
         from megatron_noloco.training.prepare import check_rows, check_sizes, check_start
 
@@ -77,18 +76,14 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
         say(f"{path}: ok")
     except UserError as error:
         problem = error
+    say(*describe(Known(config, topology, architecture, by_recipe)))
     if topology is None:
-        say(*describe_rates(config), 'parallel.replicas is "auto": --world-size N shows the rest of the run')
-    else:
-        say(*describe(config, topology, architecture, by_recipe), *describe_data(config, topology))
-        short = None if architecture is None else shortage_of_all(config, architecture, topology)
-        if short is not None:
-            say(f"all on this machine: {short}")
+        say('parallel.replicas is "auto": --world-size N shows the rest of the run')
     if problem is not None:
         raise problem
     if dry:
         assert architecture is not None
         try:
-            say(dry_run(config, architecture))
+            say(*dry_run(config, architecture).lines())
         except RuntimeError as error:
             raise StoppedError(str(error)) from None

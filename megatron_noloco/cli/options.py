@@ -17,8 +17,14 @@ _UNITS = {
     "bandwidth": {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8},
     "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0},
     "size": {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9},
+    "memory": {"": 1.0, "gb": 1.0},
 }
-_EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms, 0.3s or 1h", "size": "500MB or 2GB"}
+_EXAMPLES = {
+    "bandwidth": "100Mbit or 1Gbit",
+    "time": "25ms, 0.3s or 1h",
+    "size": "500MB or 2GB",
+    "memory": "24 or 24GB",
+}
 
 
 def add_command(
@@ -110,18 +116,14 @@ def duration(text: str) -> float:
     return _quantity(text, "time")
 
 
-def rate(text: str) -> float:
-    """Return times per second."""
-    number, slash, unit = text.partition("/")
-    seconds = _UNITS["time"].get(unit) if slash else None
-    if seconds is None or not 0 < _number(number) < math.inf:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a rate above 0, such as 6/h or 2/d')
-    return _number(number) / seconds
-
-
 def latency(text: str) -> float:
     """Return seconds, 0 or more."""
     return _quantity(text, "time", zero=True)
+
+
+def gigabytes(text: str) -> float:
+    """Return 10^9 bytes; the unit may be given."""
+    return _quantity(text, "memory")
 
 
 def size(text: str) -> int:

@@ -13,8 +13,8 @@ from megatron_noloco.cli.options import (
     at_least_one,
     bandwidth,
     duration,
+    gigabytes,
     latency,
-    rate,
     say,
     share,
 )
@@ -22,18 +22,13 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:
-    from megatron_noloco.config import RunConfig
-    from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
-    from megatron_noloco.preflight.plan import Plan, PreemptionCost
-    from megatron_noloco.preflight.schemes import Network
 
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
 "note" or "problem"), what, advice, and figures; the figures of the exchange are
 latency_seconds, gb_per_second and over. A machine with any problem is not ready."""
 _MFU = 0.4
-_RANKS_OF_GPU_NODE = 8
 
 
 def add_commands(commands: Commands) -> None:
@@ -47,23 +42,14 @@ def add_commands(commands: Commands) -> None:
     add("config", help="a config file")
     add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: the config's)")
     add("--gpu", metavar="NAME", help="such as H100: say whether the run fits and how long a step takes")
+    memory = "memory of a GPU in 10^9 bytes, of one that --gpu does not know or that comes in several sizes"
+    add("--gpu-memory", type=gigabytes, metavar="GB", help=memory)
     add("--mfu", type=share, help=f"with --gpu: share of its peak that a step reaches (default: {_MFU})")
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
-    per_node = (
-        "ranks that share a link (default: 1; with --gpu 8, or a replica's ranks if the run has at most 8)"
-    )
+    per_node = "ranks that share a node's link (default: 1)"
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
-    taken = "how often machines of a federation are taken away, all together, such as 6/h"
-    add("--preemptions", type=rate, metavar="RATE", help=taken)
-    add(
-        "--notice",
-        type=latency,
-        default=0.0,
-        metavar="TIME",
-        help="with --preemptions: notice before each of them, such as 30s",
-    )
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
 
@@ -89,88 +75,52 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config, resolve
-    from megatron_noloco.preflight.plan import architecture_of_run, computing_seconds, plan_of
-    from megatron_noloco.preflight.plan_text import (
-        departure_lines,
-        fit_lines,
-        fits,
-        folder_lines,
-        memory_lines,
-        time_lines,
-    )
+    from megatron_noloco.preflight import plan as planning
+    from megatron_noloco.preflight.schemes import Network
 
     if args.mfu is not None and (args.gpu is None or args.step is not None):
         raise UserError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
+    for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
+        if given and args.bandwidth is None:
+            raise UserError(f"{option}: give --bandwidth as well; without it exchanges are left out")
     config = load_config(args.config)
-    ranks = config.world_size if args.gpus is None else args.gpus
-    if ranks is None:
-        raise UserError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
     if args.gpus is not None:
         config = config.replace(parallel=config.parallel.replace(replicas="auto"))
+    ranks = config.world_size if args.gpus is None else args.gpus
     with prefix_errors_with(args.config):
-        topology = config.topology(ranks)
+        topology = planning.smallest_layout(config) if ranks is None else config.topology(ranks)
         config = resolve(config, topology.total_replicas).config
-        architecture = architecture_of_run(config)
+        architecture = planning.architecture_of_run(config)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
+    size: float | None = args.gpu_memory
+    if size is None and accelerator is not None:
+        size = accelerator.gigabytes
     step, peak = args.step, None if accelerator is None else accelerator.peak(config.precision)
     if step is None and peak is not None:
-        step = computing_seconds(config, architecture, peak, args.mfu or _MFU)
-    network = _network(args, ranks, topology.replica_size)
-    plan = plan_of(config, architecture, topology, network, step)
-    departures = _departures(args, config, architecture, plan, step)
+        step = planning.computing_seconds(config, architecture, peak, args.mfu or _MFU)
+    network = None
+    if args.bandwidth is not None:
+        network = Network(args.bandwidth, args.latency, args.gpus_per_node or 1)
+    plan = planning.plan_of(config, architecture, topology, network, step)
     if args.json:
-        more: dict[str, object] = {} if accelerator is None else {"fits": fits(plan, accelerator)}
-        if departures:
-            more |= {"without_notice": asdict(departures[0]), "with_notice": asdict(departures[1])}
+        more = {} if size is None else {"fits": planning.fits(plan.memory, size)}
         say(json.dumps(plan.as_json() | more))
         return 0
-    say(*memory_lines(plan))
-    if accelerator is not None:
-        say(*fit_lines(plan, config, architecture, accelerator))
-        if step is None:
-            say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
-    say(*folder_lines(config, architecture))
-    say(*time_lines(plan, on_gpu=accelerator is not None))
+    notes = [] if size is None else [planning.fit_line(plan.memory, size)]
+    if accelerator is not None and step is None:
+        notes.append(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
+    if network is not None and not plan.schemes:
+        notes.append("nothing is exchanged: there is one replica")
     if network is not None and step is None and config.noloco.most_waiting is not None:
-        say("", 'noloco.local_steps "auto": --step or --gpu shows what a run would choose')
-    if departures:
-        say(*departure_lines(departures, args.notice, config.federation.leave_seconds))
+        notes.append('noloco.local_steps "auto": --step or --gpu shows what a run would choose')
+    notes += planning.folder_lines(config, architecture)
+    if ranks is None:
+        replicas = topology.replicas
+        notes.append(
+            f'parallel.replicas is "auto": this is for {replicas} replicas; --gpus N plans for N ranks'
+        )
+    say(*planning.plan_lines(plan), *[""] * bool(notes), *notes)
     return 0
-
-
-def _network(args: argparse.Namespace, ranks: int, replica_size: int) -> "Network | None":
-    """Return the links that the options give; raises UserError for options without effect."""
-    from megatron_noloco.preflight.schemes import Network
-
-    if args.bandwidth is None:
-        for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
-            if given:
-                raise UserError(f"{option}: give --bandwidth as well; without it exchanges are left out")
-        return None
-    # Of a job that would fit into one node, the ranks of a replica share a link.
-    of_node = _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else replica_size
-    return Network(args.bandwidth, args.latency, args.gpus_per_node or (of_node if args.gpu else 1))
-
-
-def _departures(
-    args: argparse.Namespace,
-    config: "RunConfig",
-    architecture: "Architecture",
-    plan: "Plan",
-    step: float | None,
-) -> "list[PreemptionCost]":
-    """Return the costs of `--preemptions` without and with notice; raises UserError where they are not known."""
-    from megatron_noloco.preflight.plan import departures_of
-
-    if args.preemptions is None:
-        if args.notice:
-            raise UserError("--notice: give --preemptions as well")
-        return []
-    if step is None or not plan.topology.separate_jobs:
-        raise UserError("--preemptions: needs a federation, and the time of a local step (--step or --gpu)")
-    return [
-        departures_of(config, architecture, step, args.preemptions, notice) for notice in (0.0, args.notice)
-    ]
 
 
 def _accelerator(name: str) -> "Accelerator":
@@ -179,7 +129,9 @@ def _accelerator(name: str) -> "Accelerator":
     found = find_accelerator(name)
     if found is None:
         known = ", ".join(kind.words for kind in ACCELERATORS)
-        raise UserError(f"--gpu {name}: not known; known are {known}. Leave it out, and give --step")
+        raise UserError(
+            f"--gpu {name}: not known; known are {known}. In its place give --gpu-memory, and --step"
+        )
     return found
 
 

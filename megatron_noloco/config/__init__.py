@@ -5,17 +5,15 @@ Nothing here imports torch or an engine, but for the rates of a schedule, which 
 
 from megatron_noloco.config.explain import explain, schema
 from megatron_noloco.config.load import load_config
-from megatron_noloco.config.rates import describe_rates
 from megatron_noloco.config.resolve import Resolved, resolve
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.summary import describe, describe_data, facts_in_words
+from megatron_noloco.config.summary import Known, describe, facts_in_words
 
 __all__ = [
+    "Known",
     "Resolved",
     "RunConfig",
     "describe",
-    "describe_data",
-    "describe_rates",
     "explain",
     "facts_in_words",
     "load_config",

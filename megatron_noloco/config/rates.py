@@ -11,26 +11,26 @@ from megatron_noloco.engine.schedules import rates_in
 _EVALUATED = 1000  # local steps, besides those around the borders of a schedule's phases
 
 
-def describe_rates(config: RunConfig) -> list[str]:
-    """Return a line with the learning rates of a run, and a line for each contradiction.
+def rates_in_words(config: RunConfig) -> str:
+    """Return the learning rates of a run, and a line for each contradiction.
 
     With a schedule it loads DeepSpeed, whose own schedule is evaluated.
     """
     scheduler = config.as_deepspeed().get("scheduler")
     peaks, steps = config.optimizer.rates, config.training.train_iters
     if scheduler is None:
-        return [f"rates: {_each(peaks, peaks.values())} in every local step"]
+        return f"{_each(peaks, peaks.values())} in every local step"
     params = scheduler["params"]
     end = max(steps, params.get("total_num_steps", 0), params["warmup_num_steps"] + 2)
     borders = (1, steps, end, *(value for value in params.values() if isinstance(value, int)))
     evaluated = rates_in(scheduler, list(peaks.values()), _around(borders, end))
     in_run = {step: rates for step, rates in evaluated.items() if step <= steps}
     highest = max(in_run, key=lambda step: in_run[step])
-    return [
-        f"rates: {_each(peaks, in_run[1])} in the first local step, {_each(peaks, in_run[highest])} at the peak "
-        f"(local step {highest:,}), {_each(peaks, in_run[steps])} in the last",
-        *(f"rates: {line}" for line in _contradictions(config, peaks, evaluated)),
-    ]
+    first = (
+        f"{_each(peaks, in_run[1])} in the first local step, {_each(peaks, in_run[highest])} at the peak "
+        f"(local step {highest:,}), {_each(peaks, in_run[steps])} in the last"
+    )
+    return "\n".join([first, *_contradictions(config, peaks, evaluated)])
 
 
 def _around(borders: Iterable[int], end: int) -> set[int]:

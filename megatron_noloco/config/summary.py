@@ -2,134 +2,105 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from megatron_noloco.config.blocks import CheckpointConfig
 from megatron_noloco.config.names import count
-from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
-from megatron_noloco.config.rates import describe_rates
-from megatron_noloco.config.round_memory import outer_state
+from megatron_noloco.config.rates import rates_in_words
+from megatron_noloco.config.round_memory import outer_vectors, rounds_at_a_time
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.engine.schedules import WSD
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, NolocoSettings, rho
+from megatron_noloco.settings import rho
 
 
-def describe_data(config: RunConfig, topology: Topology) -> list[str]:
-    """Return the lines of data, tokenizer and length of a run, each `label: what it is`."""
-    data, iterations = config.data, config.training.train_iters
-    names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
-    given = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
-    tokens = iterations * topology.replicas * config.replica_batch * config.model.seq_length
-    whose = "of each replica" if topology.separate_jobs else "of all replicas"
-    tokenizer = data.tokenizer_type + f", {data.tokenizer_model}" * (data.tokenizer_model is not None)
-    return [
-        "data: " + ", ".join(f"{name} {_setting(value)}" for name, value in given.items()),
-        f"tokenizer: {tokenizer}",
-        f"length: {count(iterations, 'local step')}, {count(tokens, 'token')} {whose}",
-    ]
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run when it is described.
 
-
-def facts_in_words(config: RunConfig, topology: Topology) -> dict[str, str]:
-    """Return what the run is, by label: lines of the banner, which `run.json` keeps as well."""
-    facts = {"parallel": _layout(config, topology)}
-    if topology.total_replicas is not None:
-        facts["batch in total"] = _total_batch(config, topology.total_replicas)
-    return facts | {
-        "method": _method(config.noloco, topology.total_replicas),
-        "optimizer": _optimizer(config, None),
-        "schedule": _schedule(config.as_deepspeed().get("scheduler")),
-    }
-
-
-def describe(
-    config: RunConfig,
-    topology: Topology,
-    architecture: Architecture | None = None,
-    by_recipe: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Return the lines of the banner, each `label: what it is`.
-
-    Args:
-        by_recipe: see `Resolved`.
+    Attributes:
+        layout: None while the number of replicas is not known.
         architecture: None while the tokenizer, and so the vocabulary, is not known.
+        by_recipe: see `Resolved`.
+        data: summary of data that have been read; "" before.
     """
-    facts = facts_in_words(config, topology) | {"optimizer": _optimizer(config, architecture)}
-    said = {label: f"{label}: {text}" for label, text in facts.items()}
-    lines = [
-        said["parallel"],
-        f"batch per replica: {_replica_batch(config, topology)}",
-        *([said["batch in total"]] if "batch in total" in said else []),
-        said["method"],
-        *_by_recipe(by_recipe or {}, topology.total_replicas),
-        f"routing: {_routing(config.routing(topology))}",
-        said["optimizer"],
-        said["schedule"],
-        *describe_rates(config),
-        f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
-    ]
-    if topology.separate_jobs:
-        lines.insert(1, f"federation: {_federation(config.federation, topology)}")
-    if config.noloco.enabled:
-        if config.noloco.method == "noloco" and topology.total_replicas != 1:
-            lines.append(f"spread: {_spread(config.noloco, topology.total_replicas)}")
-        if config.noloco.fragments > 1:
-            lines.append(f"fragments: {_fragments(config.noloco)}")
-        if topology.total_replicas != 1:
-            lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {outer_state(config.noloco, topology)}")
-    lines.append(f"checkpoints: {_checkpoints(config.checkpoint)}")
-    if architecture is not None:
-        rows = architecture.padded_vocab_size
-        lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
-    return lines
+
+    config: RunConfig
+    layout: Topology | None
+    architecture: Architecture | None = None
+    by_recipe: Mapping[str, Any] = field(default_factory=dict)
+    data: str = ""
+
+    @property
+    def topology(self) -> Topology:
+        assert self.layout is not None
+        return self.layout
+
+    @property
+    def replicas(self) -> int | None:
+        return self.topology.total_replicas
+
+    @property
+    def has_partners(self) -> bool:
+        return self.config.noloco.enabled and self.replicas != 1
 
 
-def _layout(config: RunConfig, topology: Topology) -> str:
+def describe(run: Known) -> list[str]:
+    """Return the lines of the banner, each `label: what it is`."""
+    facts = facts_in_words(run).items()
+    return [f"{label}: {line}" for label, text in facts for line in text.splitlines()]
+
+
+def facts_in_words(run: Known) -> dict[str, str]:
+    """Return what is known of a run, by label; `run.json` keeps it. Rates may have several lines."""
+    labels = FACTS if run.layout is not None else OF_FILE
+    return {label: text for label in labels if (text := FACTS[label](run))}
+
+
+def _layout(run: Known) -> str:
+    topology, config = run.topology, run.config
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     uneven = len(set(chain(*chunks))) > 1
     return topology.in_words(topology.replicas) + f"; stages of {in_words(chunks)} layers" * uneven
 
 
-def _checkpoints(checkpoint: CheckpointConfig) -> str:
-    interval = checkpoint.save_interval
-    if interval == 0:
-        return "at the end, and when the run is stopped"
-    often = "every 30 minutes" if interval == "auto" else f"every {count(interval, 'local step')}"
-    return f"{often} and at the end; the last {checkpoint.keep_last} are kept"
-
-
-def _federation(federation: FederationSettings, topology: Topology) -> str:
+def _federation(run: Known) -> str:
+    federation, topology = run.config.federation, run.topology
+    if not topology.separate_jobs:
+        return ""
     secure = "encrypted and authenticated" if federation.encryption == "tls" else "not encrypted"
     site = f", at site {federation.site}" if federation.site else ""
     return f"this job is replica {topology.slot}{site}; exchanges {secure}"
 
 
-def _replica_batch(config: RunConfig, topology: Topology) -> str:
-    samples, seq_length = config.replica_batch, config.model.seq_length
-    return (
-        f"{config.micro_batch_size:,} per microbatch x {count(config.microbatches, 'microbatch')} x "
-        f"{topology.dp} data-parallel = {count(samples, 'sample')}; x {seq_length:,} = "
-        f"{count(samples * seq_length, 'token')} per local step"
-    )
+def _replica_batch(run: Known) -> str:
+    config, dp = run.config, run.config.parallel.data_parallel_size
+    of_microbatches = count(config.microbatches, "microbatch")
+    factors = f"{config.micro_batch_size:,} per microbatch x {of_microbatches} x {dp} data-parallel"
+    return _product(factors, config.replica_batch, config.model.seq_length)
 
 
-def _total_batch(config: RunConfig, replicas: int) -> str:
-    samples = replicas * config.replica_batch
-    return (
-        f"{count(replicas, 'replica')} x {config.replica_batch:,} = {count(samples, 'sample')}; "
-        f"x {config.model.seq_length:,} = {count(samples * config.model.seq_length, 'token')} per local step"
-    )
+def _total_batch(run: Known) -> str:
+    config, replicas = run.config, run.replicas
+    if replicas is None:
+        return ""
+    factors = f"{count(replicas, 'replica')} x {config.replica_batch:,}"
+    return _product(factors, replicas * config.replica_batch, config.model.seq_length)
 
 
-def _method(noloco: TrainerSettings, replicas: int | None) -> str:
+def _product(factors: str, samples: int, seq_length: int) -> str:
+    tokens = count(samples * seq_length, "token")
+    return f"{factors} = {count(samples, 'sample')}; x {seq_length:,} = {tokens} per local step"
+
+
+def _method(run: Known) -> str:
+    noloco, replicas = run.config.noloco, run.replicas
     method = noloco.active_method
     if method == "none":
         return "none (no rounds" + ("; the replicas do not average)" if replicas != 1 else ")")
@@ -152,28 +123,29 @@ def _method(noloco: TrainerSettings, replicas: int | None) -> str:
     return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
 
 
-def _by_recipe(by_recipe: Mapping[str, Any], replicas: int | None) -> list[str]:
-    """Return a line with the settings of the method that the file leaves to its recipe, if there are any."""
-    named = ", ".join(f"{name} {value}" for name, value in by_recipe.items())
-    if not named or replicas == 1:
-        return []
-    return [f"by recipe: {named} (for {replicas} replicas, or as a run that is continued began)"]
+def _by_recipe(run: Known) -> str:
+    """Return the settings of the method that the file leaves to its recipe, if there are any."""
+    named = ", ".join(f"{name} {value}" for name, value in run.by_recipe.items())
+    if not named or run.replicas == 1:
+        return ""
+    return f"{named} (for {run.replicas} replicas, or as a run that is continued began)"
 
 
-def _spread(noloco: TrainerSettings, replicas: int | None) -> str:
-    factor = rho(noloco, replicas)
-    return (
-        f"without local steps, {rounds_to_halve(factor):.1f} rounds would halve the standard deviation of the "
-        f"weights over the replicas (rho = {factor:.3f}, explained in docs/method.md)"
-    )
+def _routing(run: Known) -> str:
+    routing = run.config.routing(run.topology)
+    if routing.active:
+        return f"reshuffled every {routing.interval}"
+    if routing.interval == "off":
+        return "off"
+    return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"
 
 
-def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
-    block = config.as_deepspeed()["optimizer"]
+def _optimizer(run: Known) -> str:
+    config, block = run.config, run.config.as_deepspeed()["optimizer"]
     params: dict[str, Any] = block["params"]
     name = block["type"]
-    if name == "Muon" and architecture is not None:
-        table = table_of(architecture)
+    if name == "Muon" and run.architecture is not None:
+        table = table_of(run.architecture)
         linear = sum(math.prod(row.shape) for row in table if row.linear)
         name += (
             f" for {linear:,} weights of linear maps in layers, AdamW for {table.parameter_count - linear:,}"
@@ -186,7 +158,8 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
     return text
 
 
-def _schedule(block: dict[str, Any] | None) -> str:
+def _schedule(run: Known) -> str:
+    block = run.config.as_deepspeed().get("scheduler")
     if block is None:
         return "none, the learning rate stays"
     name, params = block["type"], block.get("params", {})
@@ -196,35 +169,127 @@ def _schedule(block: dict[str, Any] | None) -> str:
     return ", ".join([name, *(f"{key} {_setting(value)}" for key, value in given)])
 
 
-def _setting(value: Any) -> str:
-    if isinstance(value, list):
-        return " ".join(map(_setting, value))
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+def _precision(run: Known) -> str:
+    config = run.config
+    return f"{config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica"
 
 
-def _fragments(noloco: NolocoSettings) -> str:
+def _spread(run: Known) -> str:
+    if not run.has_partners or run.config.noloco.method != "noloco":
+        return ""
+    factor = rho(run.config.noloco, run.replicas)
+    return (
+        f"without local steps, {rounds_to_halve(factor):.1f} rounds would halve the standard deviation of the "
+        f"weights over the replicas (rho = {factor:.3f}, explained in docs/method.md)"
+    )
+
+
+def _fragments(run: Known) -> str:
+    noloco = run.config.noloco
     parts, local_steps = noloco.fragments, noloco.local_steps
+    if not noloco.enabled or parts == 1:
+        return ""
     return (
         f"{parts}, each 1/{parts} of a rank's weights and exchanged once in {count(local_steps, 'local step')}; "
         f"one every {local_steps / parts:g}"
     )
 
 
-def _overlap(noloco: NolocoSettings) -> str:
-    if noloco.overlap_steps == 0:
+def _overlap(run: Known) -> str:
+    steps = run.config.noloco.overlap_steps
+    if not run.has_partners:
+        return ""
+    if steps == 0:
         return "none, training waits for every exchange"
-    if noloco.overlap_steps == "auto":
-        when = (
-            "as many local steps after it began as hide the exchanges of the first rounds (auto, at most k)"
-        )
-    else:
-        when = f"{count(noloco.overlap_steps, 'local step')} after it began"
+    when = "as many local steps after it began as hide the exchanges of the first rounds (auto, at most k)"
+    if steps != "auto":
+        when = f"{count(steps, 'local step')} after it began"
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def _routing(routing: Routing) -> str:
-    if routing.active:
-        return f"reshuffled every {routing.interval}"
-    if routing.interval == "off":
-        return "off"
-    return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"
+def _outer_state(run: Known) -> str:
+    noloco = run.config.noloco
+    if not noloco.enabled:
+        return ""
+    vectors = outer_vectors(noloco, run.topology)
+    at_a_time = rounds_at_a_time(noloco)
+    rounds = f" for each of {at_a_time} rounds" * (at_a_time > 1)
+    there = ", ".join(vector.name for vector in vectors if vector.on_device)
+    return (
+        f"{sum(vector.bytes for vector in vectors):.3g} bytes per parameter ("
+        + ", ".join(f"{vector.name} {vector.bytes:.2g}" for vector in vectors)
+        + ")"
+        + f", and at most 128 MiB to receive in{rounds}" * (run.replicas != 1)
+        + (f"; on the accelerator: {there}" if there else "")
+    )
+
+
+def _checkpoints(run: Known) -> str:
+    checkpoint = run.config.checkpoint
+    interval = checkpoint.save_interval
+    if interval == 0:
+        return "at the end, and when the run is stopped"
+    often = "every 30 minutes" if interval == "auto" else f"every {count(interval, 'local step')}"
+    return f"{often} and at the end; the last {checkpoint.keep_last} are kept"
+
+
+def _parameters(run: Known) -> str:
+    if run.architecture is None:
+        return ""
+    rows = run.architecture.padded_vocab_size
+    return f"{table_of(run.architecture).parameter_count:,} (padded vocabulary {rows:,})"
+
+
+def _data(run: Known) -> str:
+    names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
+    given = {name: getattr(run.config.data, name) for name in names}
+    named = (f"{name} {_setting(value)}" for name, value in given.items() if value is not None)
+    return run.data or ", ".join(named)
+
+
+def _tokenizer(run: Known) -> str:
+    data = run.config.data
+    return data.tokenizer_type + f", {data.tokenizer_model}" * (data.tokenizer_model is not None)
+
+
+def _length(run: Known) -> str:
+    config, topology, steps = run.config, run.topology, run.config.training.train_iters
+    tokens = steps * topology.replicas * config.replica_batch * config.model.seq_length
+    whose = "of each replica" if topology.separate_jobs else "of all replicas"
+    return f"{count(steps, 'local step')}, {count(tokens, 'token')} {whose}"
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_setting, value))
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
+
+
+# The lines in their order. An empty text leaves its line out.
+FACTS: dict[str, Callable[[Known], str]] = {
+    "parallel": _layout,
+    "federation": _federation,
+    "batch per replica": _replica_batch,
+    "batch in total": _total_batch,
+    "method": _method,
+    "by recipe": _by_recipe,
+    "routing": _routing,
+    "optimizer": _optimizer,
+    "schedule": _schedule,
+    "rates": lambda run: rates_in_words(run.config),
+    "precision": _precision,
+    "spread": _spread,
+    "fragments": _fragments,
+    "overlap": _overlap,
+    "outer state": _outer_state,
+    "checkpoints": _checkpoints,
+    "parameters": _parameters,
+    "data": _data,
+    "tokenizer": _tokenizer,
+    "length": _length,
+}
+# What does not depend on the number of replicas.
+OF_FILE = (
+    *("batch per replica", "optimizer", "schedule", "rates", "precision", "fragments", "checkpoints"),
+    *("parameters", "data", "tokenizer"),
+)

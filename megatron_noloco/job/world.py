@@ -52,11 +52,11 @@ def threads_among(own: set[int], ranks: Sequence[set[int]]) -> float:
     return len(own) / sum(not own.isdisjoint(cores) for cores in ranks)
 
 
-def check_gpus(replica_size: int) -> int:
-    """Return how many ranks use this rank's GPU. A collective, for the start only.
+def check_gpus(replica_size: int) -> None:
+    """Raise UserError where ranks of one replica share a GPU. A collective, for the start only.
 
-    Raises UserError where ranks of one replica share a GPU: NCCL would fail at the first message. Replicas of
-    one rank may share one: none of their groups has ranks of two replicas.
+    NCCL would fail at the first message. Replicas of one rank may share a GPU: none of their groups has ranks of
+    two replicas.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = gather_from_all_ranks(own).count(own)
@@ -65,7 +65,6 @@ def check_gpus(replica_size: int) -> int:
             f"rank {dist.get_rank()}: {sharing} ranks use one GPU, and a replica has {replica_size} ranks; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
-    return sharing
 
 
 def record_collectives(folder: Path | None) -> None:

@@ -14,8 +14,6 @@ class Payload(NamedTuple):
             rounding errors are kept.
         errors: epsilon of `stability.spread_factor`, likewise, with a margin of 1 to 7 % above what is measured.
         bytes: of an exchange in trainings, over those without blocks whose next digit is sent (docs/log.md).
-        core_seconds: of a core for 10^9 weights, in pairs and in groups of 4, with copies of messages in memory
-            (python -m tools.bench host).
     """
 
     bits: int | None
@@ -24,14 +22,13 @@ class Payload(NamedTuple):
     ranges: tuple[float, float]
     errors: tuple[float, float]
     bytes: float
-    core_seconds: tuple[float, float]
 
 
 PAYLOADS = {
-    "fp32": Payload(None, (), False, (0.0, 0.0), (0.0, 0.0), 1.0, (5.0, 8.0)),
-    "int8": Payload(8, (8,), False, (8.0, 8.0), (0.03, 0.03), 1.015, (12.0, 13.0)),
-    "int4": Payload(4, (4,), True, (6.0, 8.0), (0.41, 0.55), 1.04, (13.0, 25.0)),
-    "int3": Payload(3, (2, 1), True, (4.0, 4.0), (0.62, 0.62), 1.16, (14.0, 30.0)),
+    "fp32": Payload(None, (), False, (0.0, 0.0), (0.0, 0.0), 1.0),
+    "int8": Payload(8, (8,), False, (8.0, 8.0), (0.03, 0.03), 1.015),
+    "int4": Payload(4, (4,), True, (6.0, 8.0), (0.41, 0.55), 1.04),
+    "int3": Payload(3, (2, 1), True, (4.0, 4.0), (0.62, 0.62), 1.16),
 }
 CODES = {payload.bits: payload for payload in PAYLOADS.values() if payload.bits is not None}
 BITS = tuple(CODES)

@@ -7,24 +7,16 @@ from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.parallel_block import layers_of_chunks
-from megatron_noloco.config.round_memory import bytes_of_rounds, bytes_of_state, on_accelerator
+from megatron_noloco.config.round_memory import outer_vectors
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.outer.channels import WINDOW
-from megatron_noloco.outer.payload import message_bytes, sum_bytes
 from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
-USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 _FP32 = 4
-# NCCL 2.28.9 takes 512 MB for a communicator, also of one rank (NVIDIA/nccl issue 2363); other versions take less.
-_COMMUNICATOR = 512_000_000
-# 8 H100 with 32 channels: 4.34 GB, of which 1.06 before the first messages to 7 others (NVIDIA/nccl issue 1685).
-_CHANNEL = 7_300_000  # of a connection, one way
-HOP_CHANNELS = 4  # NCCL_MAX_P2P_NCHANNELS
-_STEP = "step of the inner optimizer"
 # DeepSpeed pads each group of parameters to a multiple of this number of elements per data-parallel rank.
 _ALIGNMENT = 2
 
@@ -50,43 +42,28 @@ class RankParameters:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by part.
+    """Bytes of one rank, without those of libraries, communicators, and the allocator.
 
     Attributes:
         held: its parameters.
-        device: memory of its GPU. On a CPU this, too, is in the memory of the host.
-        host: memory of the host.
-        nccl: memory of its GPU that NCCL takes; none on a CPU.
+        device: memory of its GPU, by part. On a CPU this, too, is in the memory of the host.
+        host: outer state in the memory of the host.
     """
 
     held: RankParameters
     device: dict[str, int]
-    host: dict[str, int]
-    nccl: int
+    host: int
 
     @property
     def device_bytes(self) -> int:
         return sum(self.device.values())
-
-    @property
-    def gpu_bytes(self) -> int:
-        return self.device_bytes + self.nccl
-
-    @property
-    def saved_bytes(self) -> int:
-        """Memory of the host in which a checkpoint keeps copies of what is on a GPU."""
-        return self.device["master weights"] + self.device["inner optimizer"]
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(self.host.values())
 
 
 def fullest_stage(config: RunConfig, architecture: Architecture, topology: Topology) -> Memory:
     """Return the memory of a rank of the pipeline stage whose ranks need most."""
     stages = parameters_of_stages(config, architecture, topology)
     memories = [memory_of(config, architecture, topology, held) for held in stages]
-    return max(memories, key=lambda memory: memory.device_bytes + memory.host_bytes)
+    return max(memories, key=lambda memory: memory.device_bytes + memory.host)
 
 
 def parameters_of_stages(
@@ -144,7 +121,7 @@ def _rows(architecture: Architecture, topology: Topology, stage: int, layers: in
 def memory_of(
     config: RunConfig, architecture: Architecture, topology: Topology, held: RankParameters
 ) -> Memory:
-    """Return the memory of a rank with these parameters, without what libraries and the allocator take."""
+    """Return the memory of a rank with these parameters."""
     is_last = held.stage == topology.pp - 1
     gradients = _FP32 * held.parameters
     if config.zero_stage == 2:  # this rank's part, and those that wait to be reduced
@@ -153,79 +130,31 @@ def memory_of(
     device = {
         "weights": WORKING[config.precision] * held.parameters,
         "gradients": gradients,
-        "master weights": _FP32 * held.owned,
-        "inner optimizer": _FP32 * (config.optimizer.moments * held.owned - held.muon),
+        "optimizer": _FP32 * ((1 + config.optimizer.moments) * held.owned - held.muon),
     }
     computing = {
         "activations": _activations(config, architecture, topology, held.stage),
         "logits": _logits(config, architecture, topology) * is_last,
     }
-    stepping = {_STEP: _step(config, held)}
-    device |= computing if sum(computing.values()) > stepping[_STEP] else stepping  # never both at a time
-    routed = config.routing(topology).active
-    shares_embedding = architecture.tied_embeddings and (held.stage == 0 or is_last)
-    nccl = _nccl(topology, routed, shares_embedding, held.stage)
-    if not config.noloco.enabled:
-        return Memory(held, device, {}, nccl)
-    state = bytes_of_state(config.noloco, topology.total_replicas)
-    rounds = bytes_of_rounds(config.noloco, topology)
-    there = on_accelerator(config.noloco, topology)
-
-    def parts(on_device: bool) -> dict[str, int]:
-        sizes = {
-            name: sum(size for vector, size in vectors.items() if (vector in there) == on_device)
-            for name, vectors in ((" and ".join(state), state), ("rounds", rounds))
-        }
-        return {name: round(held.owned * size) for name, size in sizes.items() if size}
-
-    host, device = parts(on_device=False), device | parts(on_device=True)
-    if messages := _messages(config, topology, held):
-        host["messages"] = messages
-        if config.noloco.payload_bits is not None:  # the means of buckets lie beside c
-            home = device if config.noloco.slow_weights == "device" else host
-            home["rounds"] += _FP32 * min(held.owned, WINDOW * BUCKET)
-    return Memory(held, device, host, nccl)
+    step = _step(config, held)  # never beside activations
+    device |= computing if sum(computing.values()) > step else {"step of the optimizer": step}
+    on_device, on_host = _outer_state(config, topology, held) if config.noloco.enabled else (0, 0)
+    return Memory(held, device | {"outer state": on_device}, on_host)
 
 
-def _messages(config: RunConfig, topology: Topology, held: RankParameters) -> int:
-    """Return the bytes of the buckets under way in a round, and for the mean model of an evaluation."""
-    noloco, replicas = config.noloco, topology.total_replicas
-    if replicas is None or replicas == 1:  # the leader of a separate job keeps a few buckets
-        return 0
-    buffers = _buffers(held, max(noloco.among(replicas).sizes), noloco.payload_bits)
-    evaluates = config.evaluation.iters > 0 and config.evaluation.mean_model
-    return buffers + (_buffers(held, replicas, None) if evaluates else 0)
+def _outer_state(config: RunConfig, topology: Topology, held: RankParameters) -> tuple[int, int]:
+    """Return the bytes of the outer optimizer on the device and on the host, with buckets under way.
 
-
-def _buffers(held: RankParameters, members: int, bits: int | None) -> int:
-    """Return the bytes that an exchange (`outer.exchange`) keeps for its messages."""
-    elements = min(held.owned, WINDOW * BUCKET)
-    of_parts = 1 - 1 / members if members > 2 else 0.0  # for each element, of all other members
-    if bits is None:
-        return round(_FP32 * elements * (1 + of_parts))
-    codes = message_bytes(elements, bits) * (1 + (of_parts or 1.0))
-    return round(codes) + sum_bytes(elements, bits, members)
-
-
-def communicators(topology: Topology, routed: bool, tied: bool) -> int:
-    """Return how many of a rank's groups NCCL connects; see `pipeline.groups.build_groups`.
-
-    Args:
-        routed: whether microbatches may leave their replica.
-        tied: whether the rank's stage shares the embedding weights with another one.
+    Buckets are those of a round and those of the mean model of an evaluation. The leader of a separate job keeps a
+    few pieces instead.
     """
-    t = topology
-    hops = t.pp * (t.replicas if routed else 1)
-    sizes = [t.tp, t.dp, t.pp * t.tp, *[t.ep, t.ep * t.tp, t.dp // t.ep] * (t.ep > 1)]
-    sizes += ([2] * tied + [hops, hops]) * (t.pp > 1)
-    return sum(size > 1 for size in sizes) + (1 in sizes)  # all groups of one rank are the same
-
-
-def _nccl(topology: Topology, routed: bool, tied: bool, stage: int) -> int:
-    """Return the bytes of a rank's communicators, and of its connections for activations and their gradients."""
-    neighbours = 2 if topology.vpp > 1 else (stage > 0) + (stage < topology.pp - 1)
-    hops = 2 * neighbours * (topology.replicas if routed else 1)
-    return _COMMUNICATOR * communicators(topology, routed, tied) + _CHANNEL * HOP_CHANNELS * hops
+    sizes = {True: 0.0, False: 0.0}
+    for vector in outer_vectors(config.noloco, topology):
+        sizes[vector.on_device] += vector.bytes * held.owned
+    if topology.total_replicas not in (None, 1):
+        evaluates = config.evaluation.iters > 0 and config.evaluation.mean_model
+        sizes[False] += (1 + evaluates) * _FP32 * min(held.owned, WINDOW * BUCKET)
+    return round(sizes[True]), round(sizes[False])
 
 
 def activation_bytes(
@@ -235,10 +164,10 @@ def activation_bytes(
 
     An RMSNorm keeps its input and its normalised input in fp32, a LayerNorm its input in the working precision.
     Both keep their output in the working precision. Attention keeps queries, keys and values as the projection
-    gives them, queries and keys after rotation, its result and its copy in the order of tokens, and a number per
-    head for its softmax. An MLP with a gate keeps gate and up projection as one, the gate's activation, a copy of
-    the up projection, and their product; without a gate it keeps input and result of the activation. With experts,
-    each token has `moe_router_topk` MLPs.
+    gives them (values are a view of all three), queries and keys after rotation, its result, and a number per head
+    for its softmax. An MLP with a gate keeps gate and up projection as one, the gate's activation, a copy of the
+    up projection, and their product; without a gate it keeps input and result of the activation. With experts each
+    token has `moe_router_topk` MLPs, each of which also keeps a copy of its input, and of its product once more.
 
     Fused kernels (apex, Transformer Engine) keep less. Compare Korthikanti et al., arXiv 2205.05198, section 4.
     """
@@ -246,13 +175,16 @@ def activation_bytes(
     queries, keys = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     inputs = 2 * _FP32 if family_of(a).normalization == "RMSNorm" else working
     norms = 2 * (inputs + working) * a.hidden_size
-    attention = working * (queries + 2 * keys + keys + 2 * queries) + _FP32 * a.num_attention_heads
+    projected, rotated = queries + 2 * keys, queries + keys
+    attention = working * (projected + rotated + queries) + _FP32 * a.num_attention_heads
     return norms // (tp if sequence_parallel else 1) + attention // tp + _mlp_bytes(a, precision, tp)
 
 
 def _mlp_bytes(architecture: Architecture, precision: Precision, tp: int) -> int:
-    kept = (5 if family_of(architecture).gated else 2) * (architecture.moe_router_topk or 1)
-    return WORKING[precision] * kept * architecture.ffn_hidden_size // tp
+    a, kept = architecture, 5 if family_of(architecture).gated else 2
+    if a.moe_router_topk is None:
+        return WORKING[precision] * kept * a.ffn_hidden_size // tp
+    return WORKING[precision] * a.moe_router_topk * ((kept + 1) * a.ffn_hidden_size // tp + a.hidden_size)
 
 
 def _activations(config: RunConfig, architecture: Architecture, topology: Topology, stage: int) -> int:

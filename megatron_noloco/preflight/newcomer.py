@@ -28,9 +28,8 @@ from megatron_noloco.preflight.invitation import (
     JoinRequirements,
 )
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
-from megatron_noloco.preflight.memory import USABLE, fullest_stage
-from megatron_noloco.preflight.plan import architecture_of_run, plan_of
-from megatron_noloco.preflight.plan_text import memory_lines, time_lines
+from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.preflight.plan import architecture_of_run, fits, plan_lines, plan_of
 from megatron_noloco.preflight.schemes import Network
 from megatron_noloco.settings import TCP
 
@@ -193,8 +192,8 @@ def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
         except UserError:  # heads or columns do not divide into tp
             continue
         best, ranks = found, tp * dp
-        needed = fullest_stage(found, architecture_of_run(found), found.topology(ranks)).gpu_bytes
-        if needed <= USABLE * min(gpus):
+        memory = fullest_stage(found, architecture_of_run(found), found.topology(ranks))
+        if fits(memory, min(gpus) / 1e9):
             break
     return best, ranks
 
@@ -223,6 +222,5 @@ def looked_at(path: Path, way: str, speed: LinkSpeed) -> tuple[bool, list[str]]:
         verdict(findings),
         "",
         "The job, as `megatron-noloco plan` says:",
-        *memory_lines(plan),
-        *time_lines(plan, on_gpu=False),
+        *plan_lines(plan),
     ]

@@ -7,8 +7,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +18,13 @@ from megatron_noloco.config.optimizer_block import schedule_as_deepspeed
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.monitor.run_log import ReplicaLog
-from megatron_noloco.preflight.fit import LIBRARIES_BYTES
-from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.preflight.memory import Memory, fullest_stage
+from megatron_noloco.preflight.plan import memory_table
 from megatron_noloco.settings import FederationSettings
 
 _PHASES = ("warmup_num_steps", "decay_num_steps", "total_num_steps")  # of schedules
-_DRY_STEPS = 2  # the first makes the optimizer's state
+_DRY_STEPS = 2  # with a round after each: the first makes the state of both optimizers
+_LIBRARIES = 600_000_000  # bytes of a rank on a CPU that it shares with no other rank: measured, 0.55 GB
 PEAKS = ("warmup_min_lr", "warmup_max_lr")  # of schedules: learning rates in place of the optimizer's
 
 
@@ -89,16 +91,34 @@ def train_in(folder: Path, config: RunConfig, command: Sequence[str]) -> int:
             raise
 
 
-def dry_run(config: RunConfig, architecture: Architecture) -> str:
-    """Train one replica for two local steps, in a folder that is removed; return a line about its memory.
+class DryRun(NamedTuple):
+    """The memory of the rank of a short run that has needed most.
 
-    It compares the rank that has needed most with what `plan` says: torch's memory on a GPU, resident memory on a
-    CPU. Raises RuntimeError where the training fails.
+    Attributes:
+        ranks: of the replica that has trained.
+        computed: as `plan` has it.
+        libraries: bytes of libraries, which `measured` has besides: none on a GPU.
+        measured: bytes at the peak: of torch on a GPU, resident on a CPU.
     """
+
+    ranks: int
+    computed: Memory
+    libraries: int
+    measured: int
+
+    def lines(self) -> Iterator[str]:
+        """Yield what is measured below what is computed."""
+        several = "s" * (self.ranks > 1)
+        yield f"dry run: {_DRY_STEPS} local steps of one replica ({self.ranks} rank{several}), without exchanges"
+        yield memory_table(
+            self.computed, [("libraries, about", self.libraries), ("measured peak", self.measured)]
+        )
+
+
+def dry_run(config: RunConfig, architecture: Architecture) -> DryRun:
+    """Train one replica for two local steps, in a folder that is removed; raises RuntimeError where that fails."""
     config = config.replace(
-        noloco=config.noloco.replace(
-            local_steps=_DRY_STEPS, overlap_steps=0, fragments=1, sites=None, routing="off"
-        ),
+        noloco=config.noloco.replace(local_steps=1, overlap_steps=0, fragments=1, sites=None, routing="off"),
         parallel=config.parallel.replace(replicas=1),
         federation=FederationSettings(),
     )
@@ -117,11 +137,5 @@ def dry_run(config: RunConfig, architecture: Architecture) -> str:
         run = ReplicaLog(Path(folder) / "replica_00")
         run.update()
         measured = max(int(row.get("memory/peak_bytes", 0)) for row in run.rows)
-    memory = fullest_stage(short, architecture, config.topology(ranks))
-    on_gpu = torch.cuda.is_available()
-    planned = memory.device_bytes + (0 if on_gpu else memory.host_bytes + LIBRARIES_BYTES)
-    return (
-        f"dry run: {_DRY_STEPS} local steps of one replica ({ranks} rank{'s' * (ranks > 1)}): peak of "
-        f"{'GPU' if on_gpu else 'resident'} memory {measured / 1e9:.2f} GB, plan says {planned / 1e9:.2f} GB; "
-        "exchanges need more"
-    )
+    computed = fullest_stage(short, architecture, config.topology(ranks))
+    return DryRun(ranks, computed, 0 if torch.cuda.is_available() else _LIBRARIES, measured)

@@ -13,7 +13,7 @@ from megatron_noloco import __version__
 from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS, TOKENS_PER_SAMPLE
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
-from megatron_noloco.config import RunConfig, describe, facts_in_words
+from megatron_noloco.config import Known, RunConfig, describe, facts_in_words
 from megatron_noloco.data.opening import VALIDATION_DATA
 from megatron_noloco.data.sources import RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ def build_monitor(
     if dist.get_rank() == 0:
         console = _console(prepared, joined, progress)
         writers.append(console)
-        _write_facts(prepared, start.step)
+        _write_facts(prepared, joined)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
@@ -98,18 +98,24 @@ def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
 
 
-def _write_facts(prepared: Prepared, start_step: int) -> None:
+def _known(prepared: Prepared, joined: Joined) -> Known:
+    return Known(
+        prepared.config, prepared.topology, prepared.architecture, joined.by_recipe, joined.data.summary
+    )
+
+
+def _write_facts(prepared: Prepared, joined: Joined) -> None:
     """Write `run.json`: what `watch` and `report` need to know of a run beside its metrics.
 
     A start that trains nothing leaves the file as it is: its config may not be that of the run.
     """
     folder = Path(prepared.config.training.output_dir)
     path = folder / "run.json"
-    if start_step >= prepared.config.training.train_iters and path.exists():
+    if joined.start.step >= prepared.config.training.train_iters and path.exists():
         return
     facts = {
         "version": __version__,
-        **facts_in_words(prepared.config, prepared.topology),
+        **facts_in_words(_known(prepared, joined)),
         "steps": prepared.config.training.train_iters,
         "parameters": table_of(prepared.architecture).parameter_count,
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
@@ -159,8 +165,7 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
-    yield from describe(prepared.config, prepared.topology, prepared.architecture, joined.by_recipe)
-    yield f"data: {joined.data.summary}"
+    yield from describe(_known(prepared, joined))
     yield f"started by {prepared.world.launcher}; exchanges over {joined.link.name}"
     yield from joined.start.notes
     checksums, saved = joined.settings.training_data, joined.start.counters

@@ -3,12 +3,11 @@
 import math
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +40,6 @@ from megatron_noloco.job.world import (
 )
 from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.fit import shortage
-from megatron_noloco.preflight.memory import HOP_CHANNELS
 from megatron_noloco.settings import shared
 from megatron_noloco.training import finished
 from megatron_noloco.training.prepare import Joined, Prepared, prepare, read_data
@@ -73,7 +70,7 @@ def start(
     if prepared.world.launcher == "torchrun":
         leave_with_parent()  # a torchrun that is killed leaves its ranks running
     with now.doing("joining the other ranks"):
-        host = _join_ranks(prepared)
+        notes = _join_ranks(prepared)
         data, validation = _wait_for_data(prepared)
         check_ranks(prepared, data)
         hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
@@ -83,14 +80,13 @@ def start(
         training_data = computed_by_rank_0(lambda: data.checksums)
         settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
         job_folder = settings.folder.parent
-        notes = [*host.notes, *_tokenizer_notes(prepared, tokenizer_folder(job_folder))]
+        notes += _tokenizer_notes(prepared, tokenizer_folder(job_folder))
         if taken := computed_by_rank_0(lambda: occupy(job_folder)):
             raise UserError(taken)
         found = find_start(settings, topology)
         saved = None if found.saved is None else found.saved.manifests[0].config
         config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
         prepared, settings = replace(prepared, config=config), replace(settings, run=config.to_dict())
-        _warn_of_shortage(prepared, host)
         # From here on no signal ends this process at once: what follows must look.
         save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
         stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
@@ -168,23 +164,15 @@ def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
     return read
 
 
-class _Host(NamedTuple):
-    """How many ranks are on this host, how many share a GPU, and notes for the user."""
-
-    ranks: int
-    sharing: int
-    notes: list[str]
-
-
-def _join_ranks(prepared: Prepared) -> _Host:
-    """Join the ranks of this job, and give each its device and threads."""
+def _join_ranks(prepared: Prepared) -> list[str]:
+    """Join the ranks of this job, and give each its device and threads. Return notes for the user."""
     world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
     if cuda:  # before anything is allocated
         if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         routing = prepared.config.routing(topology)
         if routing.active:  # each rank then has hops to and from those of all replicas
-            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(HOP_CHANNELS))
+            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")
             os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # activations and gradients at once
         alone = topology.replica_size == 1
         device = local_device(world, torch.cuda.device_count(), shared=alone)
@@ -198,21 +186,14 @@ def _join_ranks(prepared: Prepared) -> _Host:
     record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = cores_on_this_host()  # a collective: on every rank, whether the variable below is set or not
-    sharing = check_gpus(topology.replica_size) if cuda else 1
+    if cuda:
+        check_gpus(topology.replica_size)
     own = os.sched_getaffinity(0)
     share = threads_among(own, neighbours)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, int(share)))
     crowded = f"this host has more ranks ({len(neighbours)}) than cores ({len(own)}): they compute in turn"
-    return _Host(len(neighbours), sharing, [crowded] * (not cuda and share < 1))
-
-
-def _warn_of_shortage(prepared: Prepared, host: _Host) -> None:
-    """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
-    if prepared.world.local_rank == 0:
-        sizes = prepared.config, prepared.architecture, prepared.topology, host.ranks, host.sharing
-        if (short := shortage(*sizes, started=True)) is not None:
-            sys.stderr.write(f"{socket.gethostname()}: {short}\n")
+    return [crowded] * (not cuda and share < 1)
 
 
 def _tokenizer_notes(prepared: Prepared, copy: Path) -> list[str]:

@@ -2,22 +2,17 @@
 
 import io
 import os
-import re
-import socket
-import subprocess
-import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.preflight import fit
-from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
+from megatron_noloco.preflight.memory import parameters_of_stages
 from megatron_noloco.preflight.schemes import exchange_bytes
-from tests.harness import by_hand, run_ranks, slow
+from megatron_noloco.preflight.short_run import DryRun, dry_run
+from tests.harness import by_hand, call_here, run_ranks, slow
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
@@ -83,78 +78,76 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
             assert again >= copies > 0
 
 
-def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
-    """What a start says on a host with one core and without memory: on stderr, and in the log."""
+def notes(rank: int, world_size: int, config: str) -> list[str]:
+    """What a start says on a host with one core."""
     already_joined()
-    fit.available_bytes = lambda: 1_000_000
     os.sched_getaffinity = lambda _: {0}
-    with redirect_stderr(io.StringIO()) as said, redirect_stdout(io.StringIO()) as shown:
+    with redirect_stdout(io.StringIO()) as shown:
         build_run(config)
-    return said.getvalue(), [line for line in shown.getvalue().splitlines() if "cores" in line]
+    return [line for line in shown.getvalue().splitlines() if "cores" in line]
 
 
-def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None:
-    """Of memory once for each host; and goes on."""
+def test_the_start_says_that_cores_are_short(tmp_path: Path) -> None:
     changes = {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}
     config = write_config(tmp_path, tiny({"parallel": {"replicas": 2}} | changes))
-    (first, notes), (second, _) = run_ranks(2, warned, config)
-    assert notes == ["this host has more ranks (2) than cores (1): they compute in turn"]
-    assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: about ")
-    assert first.count("\n") == 1
-    assert second == ""
+    found, _ = run_ranks(2, notes, config)
+    assert found == ["this host has more ranks (2) than cores (1): they compute in turn"]
+
+
+SMALL, LARGE = (
+    {"seq_length": 64, "num_layers": 6, "hidden_size": 32},
+    {
+        "seq_length": 64,
+        "num_layers": 6,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1536,
+        "num_attention_heads": 8,
+    },
+)
 
 
 @pytest.mark.parametrize(
-    ("replicas", "changes"),
+    "changes",
     [
-        slow(2, {"bf16": {"enabled": True}}),
-        slow(1, MUON),
-        slow(2, {"noloco": {"payload": "int8"}}),
-        slow(1, {"model": {"family": "starcoder2"}}),
+        {},
+        slow({"bf16": {"enabled": True}}),
+        slow(MUON),
+        slow({"noloco": {"payload": "int8", "outer_momentum": 0.5, "outer_lr": 0.7}}),
+        slow({"model": {"family": "starcoder2"}}),
+        slow({"model": {"family": "mixtral", "num_moe_experts": 2, "moe_router_topk": 2}}),
     ],
-    ids=["bf16", "Muon", "int8", "StarCoder2"],
+    ids=["fp32", "bf16", "Muon", "outer momentum", "StarCoder2", "Mixtral"],
 )
-def test_the_memory_of_a_rank(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_dry_run_measures_what_plan_computes(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a larger model needs more than a small one, within 10 % of resident memory.
 
     The difference, since libraries take some 0.5 GB. glibc is told to give back what is freed at once.
     """
-    text = write_text(tmp_path)
-    sizes = [{"hidden_size": 32}, {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}]
-    found = [
-        memory(tmp_path / str(number), text, replicas, changes, model) for number, model in enumerate(sizes)
-    ]
-    measured, planned = (found[1][which] - found[0][which] for which in range(2))
-    assert planned == pytest.approx(measured, rel=0.1)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    small, large = (dry(tmp_path, changes, model) for model in (SMALL, LARGE))
+    more = (large.computed.device_bytes + large.computed.host) - (
+        small.computed.device_bytes + small.computed.host
+    )
+    assert more == pytest.approx(large.measured - small.measured, rel=0.1)
 
 
-def memory(
-    folder: Path, text: str, replicas: int, changes: dict[str, Any], model: dict[str, Any]
-) -> tuple[float, int]:
-    """Bytes of a run's rank at its peak, as it says itself, and as planned."""
+def dry(folder: Path, changes: dict[str, Any], model: dict[str, Any]) -> DryRun:
+    """A dry run of a model of this size."""
     where = {
-        "parallel": {"replicas": replicas},
-        "model": {"seq_length": 64, "num_layers": 6, **model},
+        "model": model,
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
-        "data": {"text": text},
-        "training": {"train_iters": 4, "output_dir": str(folder)},
-        "checkpoint": {"save_interval": 0},
+        "data": {"text": write_text(folder)},
     }
-    raw = tiny(where, tiny(changes))
-    config_file = write_config(folder, raw)
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={replicas}"]
-    command += ["-m", "megatron_noloco", "train", "--config", config_file]
-    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=300)
-    config = RunConfig(**raw)
-    planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))
-    peak = max(row["memory/peak_bytes"] for row in metrics(folder)[0])
-    return peak, planned.device_bytes + planned.host_bytes
+    config = RunConfig(**tiny(where, tiny(changes)))
+    return dry_run(config, config.architecture(VOCABULARY))
 
 
-def test_a_dry_run_measures_what_a_rank_needs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Of a run whose warm-up and whose overlap are longer than the dry run."""
+def test_config_check_shows_a_dry_run_below_the_memory_of_plan(tmp_path: Path) -> None:
+    """Of a run whose warm-up and whose overlap are longer than the dry run; the parts have the names of `plan`."""
     changes = {
         "noloco": {"local_steps": 8, "overlap_steps": 5, "fragments": 4},
         "data": {"text": str(write_text(tmp_path))},
@@ -163,12 +156,11 @@ def test_a_dry_run_measures_what_a_rank_needs(tmp_path: Path, capfd: pytest.Capt
         "scheduler": {"params": {"warmup_num_steps": 50, "total_num_steps": "auto"}},
     }
     file = write_config(tmp_path, tiny(changes))
-    assert main(["config", "--check", str(file), "--dry-run"]) == 0
-    line = capfd.readouterr().out.splitlines()[-1]
-    found = re.fullmatch(
-        r"dry run: 2 local steps of one replica \(2 ranks\): peak of resident memory (\S+) GB, plan "
-        r"says (\S+) GB; exchanges need more",
-        line,
+    shown, planned = (
+        {line[:27].strip(): line[27:].strip() for line in call_here(*command, file)[1].splitlines()}
+        for command in (("config", "--dry-run", "--check"), ("plan",))
     )
-    assert found is not None, line
-    assert 0.5 < float(found[1]) / float(found[2]) < 2
+    assert "dry run: 2 local steps of o" in shown
+    rows = ["weights", "gradients", "optimizer", "activations", "logits", "total on its device"]
+    assert [shown[row] for row in rows] == [planned[row] for row in rows]
+    assert float(shown["measured peak"]) > float(shown["libraries, about"]) / 2

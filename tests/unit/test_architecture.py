@@ -31,7 +31,7 @@ _BELOW = {
     "training": "plans transport job outer monitor pipeline model "
     "data engine config checkpoint huggingface federation preflight",
     "attach": "plans transport job outer model engine federation",
-    "cli": "job outer monitor model data config checkpoint huggingface federation preflight training",
+    "cli": "job outer monitor data config checkpoint huggingface federation preflight training",
 }
 MAY_IMPORT = {room: set(below.split()) for room, below in _BELOW.items()}
 ENTRANCE = f"{PACKAGE}/__main__.py"

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.config.round_memory import outer_state
+from megatron_noloco.config import Known, facts_in_words
 from megatron_noloco.outer import Exchange, NoRounds, OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import NolocoSettings
+from tests.unit.configs import config
 from tests.unit.fleet import ELEMENTS, Fleet, K, assert_close, assert_equal, fleet_of
 
 
@@ -204,14 +206,20 @@ def test_the_banner_has_the_bytes_of_the_outer_state(
     fleet.run(3 * K)
     held = sum(vector.nbytes for vector in fleet.memory) / (2 * 20 * BLOCK)
     assert f"{held:.3g}" == total
-    line = outer_state(fleet.settings, Topology(replicas=2))
+    line = outer_state(fleet.settings, 2)
     assert line.startswith(f"{total} bytes per parameter (")
     assert part in line
-    in_groups = outer_state(fleet.settings.replace(group_size=4), Topology(replicas=4))
+    in_groups = outer_state(fleet.settings.replace(group_size=4), 4)
     assert "at most 128 MiB to receive in" in in_groups
     assert (f"for each of {at_a_time} rounds" in in_groups) == (at_a_time > 1)
     assert ("rounding errors 4, " in in_groups) == (fleet.settings.payload == "int4")
-    assert "to receive in" not in outer_state(fleet.settings, Topology())
+    assert "to receive in" not in outer_state(fleet.settings, 1)
+
+
+def outer_state(settings: NolocoSettings, replicas: int) -> str:
+    """Return what the banner says of the outer state."""
+    run = config(noloco=settings.model_dump())
+    return facts_in_words(Known(run, Topology(replicas)))["outer state"]
 
 
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])

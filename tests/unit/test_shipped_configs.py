@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from megatron_noloco.config import RunConfig, describe, load_config, schema
+from megatron_noloco.config import Known, RunConfig, describe, load_config, schema
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "configs" / "schema.json"
@@ -18,7 +18,7 @@ SHIPPED = sorted({*(ROOT / "configs").glob("*.json")} - {SCHEMA})
 def test_shipped_configs_parse(path: Path) -> None:
     run = load_config(path)
     assert run.world_size is not None
-    assert describe(run, run.topology(run.world_size), run.architecture(257))
+    assert describe(Known(run, run.topology(run.world_size), run.architecture(257)))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

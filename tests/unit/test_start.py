@@ -248,7 +248,7 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
 
 def test_a_resume_says_that_text_may_have_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between training and validation, once a file is repaired."""
-    monkeypatch.setattr(outputs, "describe", lambda *_: [])
+    monkeypatch.setattr(outputs, "describe", lambda _: [])
     (tmp_path / "text").mkdir()
     for number in range(19):
         (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} " * 9)

@@ -3,7 +3,7 @@
     python -m tools.bench host [--weights 16000000]
 
 Replicas are threads of one core, and copy messages in memory. For each group size and payload, the
-fastest of the repeats. `plan` has these figures.
+fastest of the repeats. docs/gpu.md has these figures.
 """
 
 import argparse

@@ -66,7 +66,11 @@ def losses(replica: ReplicaLog) -> list[float]:
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     config = RunConfig(**timed_config(options, noloco(options)))
-    return {"figure": dry_run(config, config.architecture(SIZES[options.size].vocabulary))}
+    found = dry_run(config, config.architecture(SIZES[options.size].vocabulary))
+    return {
+        "figure": f"{found.measured / 1e9:.2f} GB",
+        "peer": f"{found.computed.device_bytes / 1e9:.2f} GB by plan",
+    }
 
 
 def rounds(options: argparse.Namespace) -> dict[str, Any]:

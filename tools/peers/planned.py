@@ -90,8 +90,7 @@ def measure(folder: Path, point: Point) -> dict[str, Any]:
         Topology(1, 1, 1, 1, separate_jobs=True)
         if point.way == "noloco"
         else Topology(point.replicas, 1, 1, 1),
-        Network(link.rate / 8, link.delay, 1),
-        STEP_SECONDS,
+        Network(link.rate / 8, link.delay),
     )
     return {
         "point": asdict(point),
