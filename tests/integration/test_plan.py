@@ -84,7 +84,7 @@ def notes(rank: int, world_size: int, config: str) -> list[str]:
     os.sched_getaffinity = lambda _: {0}
     with redirect_stdout(io.StringIO()) as shown:
         build_run(config)
-    return [line for line in shown.getvalue().splitlines() if "cores" in line]
+    return [line for line in shown.getvalue().splitlines() if "in turn" in line]
 
 
 def test_the_start_says_that_cores_are_short(tmp_path: Path) -> None:
