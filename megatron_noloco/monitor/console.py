@@ -27,7 +27,10 @@ class RunFacts:
 
     unigram_entropy: float  # nats per token; nan where there is no validation
     validated_on: str  # microbatches of the validation split: "4 of 210"
-    synchronous_bytes_per_step: float  # sent by a replica in a ring all-reduce of the gradients
+    all_reduce: str  # of the gradients, in the precision of the run: "an fp32 all-reduce"
+    all_reduce_bytes: (
+        float  # that a replica would send for the local steps of a round; 0: there is no other replica
+    )
     output_dir: str
     how_to_continue: str
     next_commands: tuple[str, ...]
@@ -145,16 +148,16 @@ class Console:
 
     def _costs(self, row: Row) -> Iterator[tuple[str, str]]:
         exchanged, routed = row["total/sent_bytes"], row["total/routed_bytes"]
-        if not self.facts.synchronous_bytes_per_step:  # of one replica
+        if not self.facts.all_reduce_bytes:
             return
         yield "sent per replica, in exchanges", f"{figures.megabytes(exchanged)} MB"
         if routed:
             yield "sent per replica, routed activations", f"{figures.megabytes(routed)} MB"
-        synchronous = self.facts.synchronous_bytes_per_step * row["step"]
+        synchronous = self.facts.all_reduce_bytes * row.get("total/rounds", 0)
         if synchronous and exchanged:
             times = f"{synchronous / (exchanged + routed):.1f} times as much"
             yield (
-                "an fp32 all-reduce of every step would send",
+                f"{self.facts.all_reduce} of every step would send",
                 f"{figures.megabytes(synchronous)} MB ({times})",
             )
         share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0

@@ -136,7 +136,9 @@ class Monitor:
             record("round/fragment", report.fragment)
             record(f"fragment/spread of {report.fragment}", report.spread, exchange.compared_elements)
         self.rounds_ended += 1
-        self.rounds_met += len(exchange.group) > 1
+        if len(exchange.group) > 1:
+            self.rounds_met += 1
+            record("total/rounds", 1)
         if exchange.missed:
             record("total/missed_rounds", 1)
             if exchange.in_doubt:

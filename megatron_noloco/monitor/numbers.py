@@ -202,6 +202,7 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
     Number("total/sent_bytes", TOTAL, f.megabytes, "sent in exchanges", chart=BYTES, label="exchanges"),
     Number("total/routed_bytes", TOTAL, f.megabytes, "sent along routes", chart=BYTES, label="routed activations"),
     Number("total/pause_seconds", TOTAL_MAX, f.duration, "how long rounds stopped training"),
+    Number("total/rounds", TOTAL_MAX, str, "rounds with a partner"),
     Number("total/missed_rounds", TOTAL_MAX, str, "in a federation: rounds skipped though the plan had a partner",
            holds=is_count),
     Number("total/rounds_in_doubt", TOTAL_MAX, str,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -130,12 +131,13 @@ def _write_facts(prepared: Prepared, joined: Joined) -> None:
 def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     """Return the console, after it has said what the run is."""
     config, start, training = prepared.config, joined.start, prepared.config.training
-    validation = joined.validation
+    validation, method = joined.validation, config.noloco
     program, run = f"{os.path.relpath(sys.executable)} -m megatron_noloco", shlex.quote(training.output_dir)
     facts = RunFacts(
         unigram_entropy=joined.data.unigram_entropy,
         validated_on=f"{sum(map(len, validation))} of {sum(source.available for source in validation)}",
-        synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
+        all_reduce="an fp32 all-reduce" if config.precision == "fp32" else f"a {config.precision} all-reduce",
+        all_reduce_bytes=_synchronous_bytes_per_step(prepared) * method.local_steps / method.fragments,
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
@@ -160,8 +162,9 @@ def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
         )
     except UserError:  # no template, or it takes no such messages
         text = "a prompt such as those of the records"
-    text = text.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
-    return f"$'{text}'" if "\\" in text else f"'{text}'"
+    escaped = re.sub(r"[\\']", r"\\\g<0>", text)
+    escaped = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in escaped)
+    return f"$'{escaped}'" if escaped != text else f"'{text}'"
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:

@@ -93,7 +93,9 @@ def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: st
     ]
 
 
-FACTS = RunFacts(math.nan, "4 of 210", 0.0, "runs/a", "the same command", ("report runs/a",))
+FACTS = RunFacts(
+    math.nan, "4 of 210", "an fp32 all-reduce", 0.0, "runs/a", "the same command", ("report runs/a",)
+)
 
 
 def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +129,7 @@ def test_a_line_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a resumed run, too, whose totals are those of the whole run."""
-    console = Console("lines", 300, 100, replace(FACTS, synchronous_bytes_per_step=1.0))
+    console = Console("lines", 300, 100, replace(FACTS, all_reduce_bytes=1.0))
     totals = {"total/routed_bytes": 0, "total/pause_seconds": 1e6}
     for step, seconds, exchange in ((200, 2.0, 0.5), (300, 1.0, 0.1)):
         times = {"speed/seconds_per_step": seconds, "time/exchange_seconds": exchange}
@@ -143,10 +145,11 @@ def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFi
 def test_an_all_reduce_is_compared_with_all_that_was_sent(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With exchanges and routed activations together: 10 steps of 6 MB over 10 + 20 MB."""
+    """With exchanges and routed activations together: 5 rounds with a partner, each of 12 MB, over 10 + 20 MB."""
     monkeypatch.setenv("COLUMNS", "120")
-    console = Console("lines", 10, 0, replace(FACTS, synchronous_bytes_per_step=6e6))
-    totals = {"total/sent_bytes": 10_000_000, "total/routed_bytes": 20_000_000}
+    console = Console("lines", 10, 0, replace(FACTS, all_reduce="a bf16 all-reduce", all_reduce_bytes=12e6))
+    totals = {"total/rounds": 5, "total/sent_bytes": 10_000_000, "total/routed_bytes": 20_000_000}
     console.write(STEP | totals | {"step": 10, "time/exchange_seconds": 0.0})
     console.summary(10, None)
-    assert "60.0 MB (2.0 times as much)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search("a bf16 all-reduce of every step would send .* 60.0 MB .2.0 times as much", out)

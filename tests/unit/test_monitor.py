@@ -89,7 +89,7 @@ def cross(rank: int, world_size: int) -> tuple[Rows, str]:
     """A boundary at which a round ended early, and the steps up to the 9th were left out."""
     metrics, rows = begin()
     with redirect_stdout(StringIO()) as said:
-        console = Console("lines", 10, 0, RunFacts(0.0, "", 0.0, "", "", ()))
+        console = Console("lines", 10, 0, RunFacts(0.0, "", "", 0.0, "", "", ()))
         watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
         exchange = ExchangeReport((0, 1), bytes_sent=8, deadline_seconds=5.0)
         boundary = Boundary(
@@ -111,7 +111,7 @@ def test_a_row_has_what_happened_between_two_steps() -> None:
 def skip(rank: int, world_size: int) -> tuple[Rows, str]:
     metrics, rows = begin()
     with redirect_stdout(StringIO()) as said:
-        console = Console("lines", 10, 0, RunFacts(0.0, "", 0.0, "", "", ()))
+        console = Console("lines", 10, 0, RunFacts(0.0, "", "", 0.0, "", "", ()))
         watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
         for number, why in enumerate(("a", "a", "b", "b", "", "b")):
             exchange = ExchangeReport((0,) if why else (0, 1), missed=why)

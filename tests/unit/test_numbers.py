@@ -44,7 +44,7 @@ def test_one_entry_and_one_report_show_a_number_everywhere(extended: None, tmp_p
     ((row,), _) = run_ranks(2, report)
     eggs = {"speed/eggs": row["speed/eggs"]}
     assert eggs == {"speed/eggs": 3.0}
-    (line,) = log_lines({**STEP, **eggs}, 20, RunFacts(0.0, "", 0.0, "", "", ()))
+    (line,) = log_lines({**STEP, **eggs}, 20, RunFacts(0.0, "", "", 0.0, "", "", ()))
     assert line.endswith(" | eggs: 3.0 |")
     write(tmp_path, "00", step(2, **eggs), step(4, **eggs, **{"data/wait_seconds": 0.5, PART.name: 0.25}))
     run, shown = run_log.RunLog(tmp_path), io.StringIO()

@@ -292,6 +292,8 @@ def test_answers_that_nothing_ends_are_counted(tmp_path: Path) -> None:
 def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
     chat, text = source("a.jsonl"), TextSource("a.txt", Split(1, 0, 0))
     assert example_prompt(chat, FastTokenizer(model)) == r"$'<user>Hello\n<assistant>'"
+    odd = FastTokenizer(chat_tokenizer(model.parent / "odd", r"{{ 'it\'s \x1b]0;\u202e\\ é' }}"))
+    assert example_prompt(chat, odd) == r"$'it\'s \x1b]0;\u202e\\ é'"
     assert example_prompt(chat, BYTES) == "'a prompt such as those of the records'"
     assert example_prompt(text, BYTES) == '""'
 
