@@ -58,10 +58,12 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
     )
     PretrainedWeights(folder, architecture).close()
     check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
-    context = f"the model's own context is {architecture.seq_length} tokens"
+    context = "which is the model's own context"
+    if before.seq_length != architecture.seq_length:
+        context = f"from --config; the model's own context is {architecture.seq_length} tokens"
     rotary = {name: getattr(run.model, name) for name in _ROTARY if getattr(run.model, name) is not None}
     return run, [
-        f"model.seq_length: {before.seq_length} tokens, from --config; {context}",
+        f"model.seq_length: {before.seq_length} tokens, {context}",
         "rotary embeddings: " + ", ".join(f"model.{name} {value:g}" for name, value in rotary.items()),
     ]
 

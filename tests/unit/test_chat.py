@@ -172,34 +172,17 @@ def test_arguments_have_the_form_that_a_template_takes(written: str, tmp_path: P
         assert 'weather{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
 
 
-def test_keys_that_a_row_lacks_are_left_out_of_json_lines_too(tmp_path: Path) -> None:
-    """Tables have them as null; tools may be their JSON text; no calls are no key."""
-    template, more = "{{ tools | tojson }}" + CALLS, [ASKED, {**ANSWER, "content": "yes"}]
-    rows = (
-        (
-            called({"city": "Ulm", "day": None}),
-            [{"name": "f", "parameters": {"a": 1, "b": None}}],
-            {"tool_calls": []},
-        ),
-        (called({"city": "Ulm"}), json.dumps([{"name": "f", "parameters": {"a": 1}}]), {}),
-    )
-    found = []
-    for messages, tools, extra in rows:
-        messages = [*messages, {**more[0], **extra}, more[1]]
-        (record,) = load(tmp_path, template, messages, tools=tools)
-        found.append(answers(record, FastTokenizer(tmp_path / "tokenizer")))
-    assert found[0] == found[1]
-    assert '{"city": "Ulm"}' in found[0]
-
-
 def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:
-    """Its objects have the keys of all rows, of which those of others are null; and its maps are objects."""
+    """Its objects have the keys of all rows, null where a row lacks them; maps are objects, tools may be text."""
     tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLS))
     records = [
         {"messages": called(arguments), "tools": [{"name": "f", "parameters": {name: {"type": "text"}}}]}
         for name, arguments in (("city", {"city": "Ulm"}), ("day", {"day": "1"}), ("no", {}))
     ]
     lines = load_records(write(tmp_path / "a.jsonl", *records), tokenizer)
+    as_text = [record | {"tools": json.dumps(record["tools"])} for record in records]
+    texts = load_records(write(tmp_path / "b.jsonl", *as_text), tokenizer)
+    assert [row.tokens.tolist() for row in texts] == [line.tokens.tolist() for line in lines]
     table = pyarrow.Table.from_pylist(records)
     of_text = pyarrow.map_(pyarrow.string(), pyarrow.string())
     function = pyarrow.struct([("name", pyarrow.string()), ("arguments", of_text)])

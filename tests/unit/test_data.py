@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_noloco.data.inputs import files_below, find_standard_library, once
+from megatron_noloco.data.inputs import files_below, find_inputs, find_standard_library, once
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import kind_of, open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
@@ -60,6 +60,12 @@ def write_documents(path: Path, texts: list[str]) -> None:
         kind = pyarrow.ipc.new_stream if path.suffix == ".arrow" else pyarrow.ipc.new_file
         with kind(path, table.schema) as writer:
             writer.write_table(table)
+    elif path.suffix == ".zst":  # two frames
+        frames = (
+            pyarrow.compress(part, "zstd", asbytes=True)
+            for part in (lines[:50].encode(), lines[50:].encode())
+        )
+        path.write_bytes(b"".join(frames))
     else:
         path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
 
@@ -215,7 +221,10 @@ class TestCorpus:
             "begins with a dot"
         )
 
-    @pytest.mark.parametrize("name", ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz", "a.arrow", "a.feather"])
+    @pytest.mark.parametrize(
+        "name",
+        ["a.jsonl", "a.JSON", "a.parquet", "a.jsonl.gz", "a.jsonl.zst", "a.arrow", "a.feather"],
+    )
     def test_all_formats_are_documents_also_beside_text(self, name: str, tmp_path: Path) -> None:
         """Divided in their order; those of training are shuffled, those of validation are not."""
         folder, texts = tmp_path / "folder", [f"document {number}" for number in range(40)]
@@ -230,19 +239,12 @@ class TestCorpus:
             ]
             assert decoded == ["".join(texts[:28]), "".join(texts[28:])]
             assert isinstance(data.training.parts[0], ShuffledSamples)
+        (item,) = find_inputs([str(folder)], "--input").files
+        assert list(item.pieces("text", (read := list[int]()).append, 99))
+        assert sum(read) == item.bytes
         (folder / "README.md").write_text("# A card")
         corpus = load(str(folder), "1")
         assert (corpus.documents, corpus.files, corpus.beside_records) == (41, 2, 1)
-
-    def test_json_that_is_no_lines_is_left_out_in_a_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "a.py").write_text("import json\n")
-        (tmp_path / "settings.json").write_text('{\n "a": 1\n}\n')
-        (tmp_path / "other.json").write_text('{"name": "x"}\n')
-        (tmp_path / "texts.json").write_text('{"text": "a text"}\n')
-        corpus = load(str(tmp_path), "1")
-        assert corpus.documents == 2
-        line = "2 files of JSON that are no JSON lines with the key (other.json, settings.json; 26 bytes)"
-        assert corpus.notes.startswith(f"; left out: {line}")
 
     @pytest.mark.parametrize("several", [False, True])
     def test_what_datasets_saves_is_read_by_its_list(self, several: bool, tmp_path: Path) -> None:

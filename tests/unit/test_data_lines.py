@@ -238,13 +238,14 @@ def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "below").mkdir(parents=True)
+    (tmp_path / "in" / ".hidden").write_text("hidden")
     files = {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}
     files |= {
         "e.csv": b"a,b",
         "f.jsonl": LFS_POINTER,
         "g.txt": b'{"text": "a"}\n',
-        "h.txt": b"{as} prose,\n{}\n",
+        "below/h": b"{as} prose,\n{}\n",
     }
     for name, content in files.items():
         (tmp_path / "in" / name).write_bytes(content)

@@ -459,7 +459,9 @@ def test_import_takes_the_sizes_that_the_config_lacks(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "theirs", model)
     sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
     without = {name: value for name, value in SMALLEST["model"].items() if name not in sizes}
-    given = imported(folder, {"model": without})["model"]
+    (command, output) = import_of(folder, {"model": without})
+    assert "model.seq_length: 32 tokens, which is the model's own context" in output_of(*command)
+    given = json.loads(output.read_text())["model"]
     assert {name: given[name] for name in sizes} == {name: getattr(model, name) for name in sizes}
 
 

@@ -1,6 +1,5 @@
 """Preprocessing: every kind of input becomes what Megatron-core reads, token for token, whole or not at all."""
 
-import gzip
 import json
 import os
 import re
@@ -17,14 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import encode
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, read_indexed
-from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import preprocess
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
@@ -116,23 +113,6 @@ def test_what_megatron_core_wrote_is_read(tmp_path: Path) -> None:
     assert ours.part(1, 3).tokens.tolist() == [2, 3, 4, 100_000]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "parquet"])
-def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
-    path, lines = tmp_path / f"a.{kind}", write_jsonl(tmp_path / "source", TEXTS).read_bytes()
-    if kind == "parquet":
-        parquet.write_table(pyarrow.table({"id": [7] * len(TEXTS), "text": TEXTS}), path)
-    elif kind.endswith("gz"):
-        path.write_bytes(gzip.compress(lines))
-    elif kind.endswith("zst"):
-        path.write_bytes(b"".join(zstd(part) for part in (lines[:50], lines[50:])))
-    else:
-        path.write_bytes(lines)
-    assert documents(run(tmp_path, [path])) == expected(TEXTS)
-    (item,) = find_inputs([str(path)], "--input").files
-    assert list(item.pieces("text", (read := list[int]()).append, 99))
-    assert sum(read) == item.bytes
-
-
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
@@ -159,23 +139,6 @@ def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
         arguments = ["--input", *map(str, paths), "--output-prefix", f"{out}{number}"]
         assert main(["data", "preprocess", *arguments]) == 0
         assert re.match(rf"{3 + (number == 0)} documents, \d+ tokens; .*{notes}\n", capsys.readouterr().out)
-
-
-def test_a_folder_of_text(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    (folder / "below").mkdir(parents=True)
-    (folder / ".hidden").write_text("hidden")
-    (folder / "b.txt").write_text("second")
-    (folder / "a.txt.gz").write_bytes(gzip.compress(b"first"))
-    (folder / "below" / "c").write_text("third")
-    (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
-    (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
-    (folder / "empty.txt").write_text("")
-    tally = counted(tmp_path, [folder])
-    assert documents(read_indexed(str(tmp_path / "out_text_document"))) == expected(
-        ["first", "second", "third"]
-    )
-    assert [tally[name] for name in ("documents", "not_text", "empty_files")] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("at_once", [1, 70, 10**6])
