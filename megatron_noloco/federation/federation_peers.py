@@ -82,8 +82,8 @@ class FederationPeers:
                 left_out = f"left out: {done + 1} to {step}"
                 lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
             return _left_out(done, step, lines)
-        if self._membership.leading is not None:  # no replica waits for this one until it goes on
-            self._membership.leading.members.go_on(-1, "behind")
+        if self._membership.members is not None:  # no replica waits for this one until it goes on
+            self._membership.members.go_on(-1, "behind")
         taken = self._recover(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, lines=lines)
@@ -118,18 +118,17 @@ class FederationPeers:
         taken = self._final or self._recover(done, ahead=0)
         line = f" {taken} |" if taken else " the others' final model could not be taken |"
         replicas = {own, taken.slot, *computed_by_rank_0(self._finals)} if taken else ()
-        if taken is not None and self._membership.leading is not None:
-            members = self._membership.leading.members
-            members.change(mean=FinalStatus(final=max(self._finals().values(), default=0)))
+        if taken is not None and self._membership.members is not None:
+            self._membership.members.change(mean=FinalStatus(final=max(self._finals().values(), default=0)))
         return Average((), time.perf_counter() - started, lines=(line,), replicas=replicas)
 
     def _finals(self) -> dict[int, int]:
         """Return the other replicas that are there and have the final model, each with the number of its
         attempt.
         """
-        leading = self._membership.leading
-        assert leading is not None
-        statuses = leading.members.present()
+        members = self._membership.members
+        assert members is not None
+        statuses = members.present()
         return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
 
     def leave(self, done: int) -> Boundary:
@@ -144,8 +143,8 @@ class FederationPeers:
         due = due_after(*at, *self._schedule)
         has_round = fragment_after(done, *self._schedule) is not None
         if seconds and not has_round and not (membership.steps is not None and due > membership.steps):
-            if membership.leading is not None:
-                membership.leading.members.leave_in(seconds)
+            if membership.members is not None:
+                membership.members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
         if step == done:
@@ -187,9 +186,9 @@ class FederationPeers:
             step = self._catch_up.next_step(done)
         except UntrainedError as error:
             return wanted, done, str(error)
-        leading = self._membership.leading
-        assert leading is not None
-        if step is not None and leading.members.status.phase == "behind":  # the others are no longer ahead
+        members = self._membership.members
+        assert members is not None
+        if step is not None and members.status.phase == "behind":  # the others are no longer ahead
             self._membership.announce(step)
         return wanted, step, ""
 
@@ -206,10 +205,10 @@ class FederationPeers:
 
     def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[list[Member], Ended | None]:
         """Wait for news; return who wants a state, and what it has waited for; neither if this job stops."""
-        leading = self._membership.leading
+        members = self._membership.members
         assert waiting is not None
-        assert leading is not None
-        while not leading.members.is_leaving:
+        assert members is not None
+        while not members.is_leaving:
             wanted, end = self._states.wanted(done), waiting.look()
             if wanted or end is not None:
                 return wanted, end
@@ -231,9 +230,8 @@ class FederationPeers:
 
     def _look_for_lost(self, done: int, until: float) -> tuple[list[Member], bool]:
         """Return who wants the final model, and whether a replica may still want it."""
-        leading, told = self._membership.leading, False
-        assert leading is not None
-        members = leading.members
+        members, told = self._membership.members, False
+        assert members is not None
         while not members.is_leaving and time.monotonic() < until:
             peers = members.peers()
             lost = [slot for slot, peer in peers.items() if not peer.present and peer.status.phase != "left"]

@@ -128,9 +128,9 @@ class FinalMean:
     done = False  # before `finish`
 
     def __init__(self, replica: Replica, left_out: Mapping[int, str]) -> None:
-        self._replica, leading = replica, replica.leading
+        self._replica, partners = replica, replica.partners
         self._gather = Gather(replica.movement, _PASSES)
-        self._leader = None if leading is None else _Leader(leading.members, left_out)
+        self._leader = None if partners is None else _Leader(partners.members, left_out)
         self._vector, self.stopped, self.is_late = NOTHING, False, False
         self.report = ExchangeReport(())
 

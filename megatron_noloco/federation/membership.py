@@ -19,7 +19,7 @@ from megatron_noloco.federation.network import Network, meeting_place, place_to_
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.recovery import States
-from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import Weights
@@ -38,7 +38,7 @@ class Membership:
     The job is one replica. Its first rank leads: it alone is connected to other replicas, sees them and decides.
 
     Args:
-        leading: of the leader; None on the other ranks.
+        members: of the leader; None on the other ranks.
         place: of the replica among the others.
         steps: see `join_federation`.
 
@@ -53,15 +53,14 @@ class Membership:
 
     def __init__(
         self,
-        leading: Leading | None,
+        members: Members | None,
         place: Place,
         noloco: NolocoSettings,
         federation: FederationSettings,
         steps: int | None = None,
     ) -> None:
-        self.leading, self.place = leading, place
+        self.members, self.place = members, place
         self.noloco, self.federation = noloco, federation
-        members = None if leading is None else leading.members
         self.catch_up = None if members is None else CatchUp(members, noloco, federation, steps)
         self.states = States(members, steps)
         self.steps = steps
@@ -77,7 +76,12 @@ class Membership:
             weights, held: see `movement_of`.
         """
         movement = self.states.movement = movement_of(weights, self.noloco.fragments, held)
-        return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), self.leading)
+        partners = None
+        if self.members is not None:
+            seconds = self.federation.shortest_deadline_seconds, self.noloco.deadline_seconds
+            behind = self.federation.rounds_behind * self.noloco.fragments
+            partners = Partners(self.members, *seconds, behind)
+        return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), partners)
 
     def wait_for_start(self, done: int) -> bool:
         """Wait for `start_with` jobs, ten minutes at most; return whether they came, or this job is to end.
@@ -105,7 +109,7 @@ class Membership:
         """
 
         def wait() -> bool:
-            members = self._members
+            members = self._leader
             now.part("looking for another replica")
 
             def is_there() -> bool:
@@ -118,7 +122,7 @@ class Membership:
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
-        members, others = self._members, self.federation.start_with - 1
+        members, others = self._leader, self.federation.start_with - 1
         self._wait_for(max(1, others), FIRST_SECONDS)
         refusal = members.refusal if not members.peers() and not done else ""
         seconds = TOGETHER_SECONDS if done else START_SECONDS
@@ -131,7 +135,7 @@ class Membership:
         Args:
             trained: whether a replica that is past its first round ends the wait as well.
         """
-        members = self._members
+        members = self._leader
 
         def enough() -> bool:
             present = members.present()
@@ -143,9 +147,9 @@ class Membership:
         return members.wait(enough, seconds) or members.is_leaving
 
     @property
-    def _members(self) -> Members:
-        assert self.leading is not None
-        return self.leading.members
+    def _leader(self) -> Members:
+        assert self.members is not None
+        return self.members
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
@@ -155,8 +159,8 @@ class Membership:
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""
         self.states.close()
-        if self.leading is not None:
-            self.leading.members.close()
+        if self.members is not None:
+            self.members.close()
 
 
 def _seconds_to_come_back() -> float:
@@ -185,18 +189,15 @@ def join_federation(
     Raises UserError for a rendezvous or a key file that is none, for a folder that it may not write, and where it
     cannot listen; OSError where its address cannot be announced for another reason.
     """
-    leading, problem = None, None
+    members, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             members = network_of(federation, noloco, alike).open(place.replica, stopped)
-            seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
-            behind = federation.rounds_behind * noloco.fragments
-            leading = Leading(members, Partners(members, *seconds, behind))
         except (ValueError, OSError) as error:
             problem = UserError(str(error)) if isinstance(error, PermissionError) else error
     if (found := broadcast_from_rank_0(problem)) is not None:
         raise found
-    return Membership(leading, place, noloco, federation, steps)
+    return Membership(members, place, noloco, federation, steps)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: RunIdentity) -> Network:

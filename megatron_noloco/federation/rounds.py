@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import NO_PART, STOPPED, Members
+from megatron_noloco.federation.members import NO_PART, STOPPED
 from megatron_noloco.federation.mesh import Blob, LostError, Member, Mesh, Patience, RefusedError
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Pairing
@@ -93,13 +93,6 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
         )
 
 
-class Leading(NamedTuple):
-    """What the leader of a replica has beside the other ranks."""
-
-    members: Members
-    partners: Partners
-
-
 class _Outcome(NamedTuple):
     """How a round has ended. Why it does not count continues "replica K"; "" where it counts.
 
@@ -152,13 +145,13 @@ class Replica:
         gather: moves its vectors between its ranks.
         place: of the replica among the others.
         pairing: says who exchanges with whom; used by the leader.
-        leading: None on followers.
+        partners: on the leader; None on followers.
     """
 
     gather: Gather
     place: Place
     pairing: Pairing
-    leading: Leading | None
+    partners: Partners | None
     ledger: _Ledger = field(default_factory=_Ledger)
 
     @property
@@ -205,22 +198,22 @@ class PairExchange:
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
-        replica, leading = self._replica, self._replica.leading
+        replica, partners = self._replica, self._replica.partners
         self._vector, self._number = vector, number
         settled, self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
         self._settle(settled)
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
-            if leading is not None:
-                leading.members.begin_round(number, None)
+            if partners is not None:
+                partners.members.begin_round(number, None)
             return
         self.report = ExchangeReport(tuple(sorted((replica.place.replica, self._partner))))
         self._mean = self._buffers.get("mean", vector.dtype, len(vector))
         self._transfer = replica.gather.fragment(self._fragment(number), vector, self._mean)
-        if leading is not None:
+        if partners is not None:
             assert isinstance(self._transfer, Leader)
-            self._round = _Round(replica, leading, self._partner, number, self._transfer, self.report)
-            self._outcome = leading.members.mesh.spawn(self._round.run, "noloco-round")
+            self._round = _Round(replica, partners, self._partner, number, self._transfer, self.report)
+            self._outcome = partners.members.mesh.spawn(self._round.run, "noloco-round")
 
     def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: the leader's thread moves everything, and `finish` yields the mean."""
@@ -244,13 +237,13 @@ class PairExchange:
 
     def _choice(self, number: int) -> tuple[dict[int, bool], int | None, str]:
         """Return earlier rounds that were settled, the partner, and why the planned one is none."""
-        replica, leading = self._replica, self._replica.leading
-        assert leading is not None
-        leading.members.check()
-        settled = dict(_verdicts(leading.members.mesh, replica.ledger))
+        replica, partners = self._replica, self._replica.partners
+        assert partners is not None
+        partners.members.check()
+        settled = dict(_verdicts(partners.members.mesh, replica.ledger))
         at = divmod(number, len(replica.movement.intervals))
         doubtful = {doubt.partner.slot for doubt in replica.ledger.doubts}
-        candidates, why_not = leading.partners.candidates(number, doubtful)
+        candidates, why_not = partners.candidates(number, doubtful)
         partner = replica.pairing.choose(replica.place.replica, at, candidates)
         if partner is not None:
             return settled, partner, ""
@@ -272,16 +265,16 @@ class PairExchange:
 
     def _wait(self) -> _Outcome:
         """Wait for the end of the round; from now on the partner has until the deadline."""
-        leading, partner = self._replica.leading, self._partner
-        assert leading is not None
+        partners, partner = self._replica.partners, self._partner
+        assert partners is not None
         assert partner is not None
-        started, mesh = time.monotonic(), leading.members.mesh
-        self.report.deadline_seconds = leading.partners.seconds(partner)
+        started, mesh = time.monotonic(), partners.members.mesh
+        self.report.deadline_seconds = partners.seconds(partner)
         self._round.set_deadline(self.report.deadline_seconds)
         mesh.wait(self._outcome.done)
         outcome = self._outcome.result()
         self.report.wait_seconds += time.monotonic() - started
-        leading.partners.record(partner, outcome.wait_seconds)
+        partners.record(partner, outcome.wait_seconds)
         return outcome
 
 
@@ -291,14 +284,14 @@ class _Round:
     def __init__(
         self,
         replica: Replica,
-        leading: Leading,
+        partners: Partners,
         partner: int,
         number: int,
         transfer: Leader,
         report: ExchangeReport,
     ) -> None:
         self._replica, self._number, self._transfer, self.report = replica, number, transfer, report
-        self._members, self._partners = leading
+        self._members, self._partners = partners.members, partners
         self._mesh = self._members.mesh
         self._partner = next(member for member in self._mesh.known() if member.slot == partner)
         self._waits_since = self._begin_by = self._end_by = self._began = math.inf

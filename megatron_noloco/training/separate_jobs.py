@@ -35,8 +35,8 @@ def meet(prepared: Prepared, config: RunConfig, stopping: Stopping) -> Membershi
         config.training.train_iters,
         stopping.is_requested,
     )
-    if membership.leading is not None:
-        membership.leading.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
+    if membership.members is not None:
+        membership.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
     return membership
 
 
@@ -50,9 +50,9 @@ def build_peers(
     optimizer = config.optimizer.type
     keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
     membership.say = monitor.say
-    if membership.leading is not None:
+    if membership.members is not None:
         folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.leading.members, folder))
+        monitor.metrics.writers.append(OtherJobs(membership.members, folder))
     return FederationPeers(membership, replica, outer, keeper, health)
 
 

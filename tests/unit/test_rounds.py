@@ -96,7 +96,7 @@ def test_replicas_of_unlike_sizes_skip_the_round() -> None:
 
 def test_an_absent_partner_is_awaited_until_the_deadline() -> None:
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         if slot == 1:
             return pause(mesh, 100.0)
         found, ends = [], []
@@ -117,7 +117,7 @@ def test_a_partner_is_waited_for_as_long_as_it_took_lately() -> None:
     """The second replica begins 6 s after the first, then never: it is waited for twice as long."""
 
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         for number in range(3):
             if slot == 1:
                 pause(mesh, 6.0)
@@ -133,7 +133,7 @@ def test_a_partner_is_waited_for_as_long_as_it_took_lately() -> None:
 
 def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
     def body(slot: int, replica: Replica) -> Any:
-        members: Members = replica.leading.members  # type: ignore[union-attr]
+        members: Members = replica.partners.members  # type: ignore[union-attr]
         if slot == 1:
             pause(members.mesh, 2.0)
             members.begin_round(3, None)
@@ -173,7 +173,7 @@ class Faulty:
         self.moved = both(self.world, self._body, payload)
 
     def _body(self, slot: int, replica: Replica) -> Tensor:
-        members: Members = replica.leading.members  # type: ignore[union-attr]
+        members: Members = replica.partners.members  # type: ignore[union-attr]
         first = take_part(replica, self.own[slot], 5)
         self.in_doubt += first.report.in_doubt
         moved = first.vector - self.own[slot]
@@ -314,7 +314,7 @@ def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
     """The partner begins after the deadline, and sends what nobody fetches."""
 
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         if slot == 0:
             take_part(replica, vectors()[0], 0)
         pause(mesh, 3 * DEADLINE)
