@@ -20,6 +20,7 @@ from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
 _LOOK_SECONDS = 0.2
+_SAVE_SECONDS = 600.0  # for a replica to save the final model, before it gives it
 _NOTHING = list[Member]()
 
 
@@ -98,8 +99,8 @@ class FederationPeers:
     def average(self, done: int, trained: bool, before_waiting: Callable[[], object]) -> Average:
         """Make all replicas that come to their end equal to their mean; see `FinalMean`.
 
-        A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
-        A replica that comes when the others have their mean takes it from one of them.
+        A replica that ended more than `rounds_behind` rounds before the others, or comes when they have their
+        mean, is not in it, and takes the final model of one of them.
         """
         before_waiting()
         started, own = time.perf_counter(), self._replica.place.replica
@@ -115,21 +116,33 @@ class FederationPeers:
             if not mean.is_late:
                 seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
                 return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken = self._final or self._recover(done, ahead=0)
+        taken = self._final
+        if taken is None:
+            computed_by_rank_0(self._wait_for_final)
+            taken = self._recover(done, ahead=0)
         line = f" {taken} |" if taken else " the others' final model could not be taken |"
         replicas = {own, taken.slot, *computed_by_rank_0(self._finals)} if taken else ()
         if taken is not None and self._membership.members is not None:
-            self._membership.members.change(mean=FinalStatus(final=max(self._finals().values(), default=0)))
+            self._membership.members.change(mean=FinalStatus(final=next(iter(self._finals().values()), "?")))
         return Average((), time.perf_counter() - started, lines=(line,), replicas=replicas)
 
-    def _finals(self) -> dict[int, int]:
-        """Return the other replicas that are there and have the final model, each with the number of its
-        attempt.
-        """
+    def _finals(self) -> dict[int, str]:
+        """Return the other replicas that are there and have the final model, each with the name of its attempt."""
         members = self._membership.members
         assert members is not None
         statuses = members.present()
         return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
+
+    def _wait_for_final(self) -> None:
+        """Wait until a replica that has the final model gives it, once it has saved it."""
+        members = self._membership.members
+        assert members is not None
+
+        def is_over() -> bool:
+            steps = [status.step for status in members.present().values() if status.mean.final]
+            return any(steps) or not steps
+
+        members.wait(is_over, _SAVE_SECONDS)
 
     def leave(self, done: int) -> Boundary:
         """Run the next round before it is due, so that the partner keeps half of what was learned since the last.

@@ -61,14 +61,9 @@ class FinalStatus:
         members: of this attempt: slots.
         processes: a digest of which processes of these slots are members.
         parents: of these in the tree; -1 for the root.
-        left_out: slots of these that get the mean, and are not in it.
-        failed: number of the latest attempt that has failed here.
-        because: slots that had failed before; none: for a reason of its own.
-        missed: pairs of which one side does not reach the other.
-        refused: slots whose sum must not be used, or did not come.
-        dropped: slots that did not take the mean either.
-        moved: counts up while bytes move here.
-        final: number of the attempt whose mean it uses; 0: none.
+        missed: slots that it does not reach.
+        refused: slots that have sent it numbers that must not be used, or nothing.
+        final: "ROOT/NUMBER" of the attempt whose mean it uses; "": none.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
@@ -79,14 +74,9 @@ class FinalStatus:
     parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
         field(default_factory=list)
     )
-    left_out: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    failed: Number = 0
-    because: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    missed: Annotated[list[list[Slot]], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    missed: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    dropped: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    moved: Number = 0
-    final: Number = 0
+    final: Text = ""
 
 
 @dataclass(frozen=True)

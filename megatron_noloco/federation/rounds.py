@@ -57,7 +57,7 @@ _MOST_WORD_BYTES = 1000
 _REMEMBERED = 64  # verdicts
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
-_FARTHEST = 10.0  # norms of the own vector
+FARTHEST = 10.0  # norms of the own vector
 
 
 class ImplausibleError(Exception):
@@ -87,7 +87,7 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
     if report.poisoned_elements:
         raise ImplausibleError("sent numbers that are not finite")
     distance = math.sqrt(2 * report.squared_deviation)
-    if norm and distance > _FARTHEST * norm:  # a vector of zeros allows no comparison
+    if norm and distance > FARTHEST * norm:  # a vector of zeros allows no comparison
         raise ImplausibleError(
             f"sent absurd numbers, {distance / norm:.2g} times this replica's norm from its own"
         )
