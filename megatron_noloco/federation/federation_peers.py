@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import TypeVar
 
-from megatron_noloco.federation.catch_up import Ended, UntrainedError, WaitAtEnd
+from megatron_noloco.federation.catch_up import Ended, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
@@ -19,9 +19,9 @@ from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
+Value = TypeVar("Value")
 _LOOK_SECONDS = 0.2
 _SAVE_SECONDS = 600.0  # for a replica to save the final model, before it gives it
-_NOTHING = list[Member]()
 
 
 class FederationPeers:
@@ -104,7 +104,11 @@ class FederationPeers:
         """
         before_waiting()
         started, own = time.perf_counter(), self._replica.place.replica
-        end = Ended(True, {}) if self._final else self._wait_at_end(done)
+        end: Ended | None = Ended(True, {})
+        if self._final is None:
+            now.part("waiting for the other replicas at the end")
+            waiting = None if self._catch_up is None else self._catch_up.at_end(done)
+            end = self._give_until(done, lambda: waiting.look() if waiting else None)
         self._states.trains_from(0)
         if end is None:
             return Average(stopped=True)
@@ -120,23 +124,22 @@ class FederationPeers:
         if taken is None:
             computed_by_rank_0(self._wait_for_final)
             taken = self._recover(done, ahead=0)
-        line = f" {taken} |" if taken else " the others' final model could not be taken |"
-        replicas = {own, taken.slot, *computed_by_rank_0(self._finals)} if taken else ()
-        if taken is not None and self._membership.members is not None:
-            self._membership.members.change(mean=FinalStatus(final=next(iter(self._finals().values()), "?")))
-        return Average((), time.perf_counter() - started, lines=(line,), replicas=replicas)
+        seconds = time.perf_counter() - started
+        if taken is None:
+            return Average((), seconds, lines=(" the others' final model could not be taken |",))
+        finals = computed_by_rank_0(self._finals)
+        if self._membership.members is not None:
+            self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
+        return Average((), seconds, lines=(f" {taken} |",), replicas={own, taken.slot, *finals})
 
     def _finals(self) -> dict[int, str]:
         """Return the other replicas that are there and have the final model, each with the name of its attempt."""
-        members = self._membership.members
-        assert members is not None
-        statuses = members.present()
+        statuses = self._membership.leader.present()
         return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
 
     def _wait_for_final(self) -> None:
         """Wait until a replica that has the final model gives it, once it has saved it."""
-        members = self._membership.members
-        assert members is not None
+        members = self._membership.leader
 
         def is_over() -> bool:
             steps = [status.step for status in members.present().values() if status.mean.final]
@@ -199,73 +202,55 @@ class FederationPeers:
             step = self._catch_up.next_step(done)
         except UntrainedError as error:
             return wanted, done, str(error)
-        members = self._membership.members
-        assert members is not None
-        if step is not None and members.status.phase == "behind":  # the others are no longer ahead
+        if (
+            step is not None and self._membership.leader.status.phase == "behind"
+        ):  # the others are no longer ahead
             self._membership.announce(step)
         return wanted, step, ""
-
-    def _wait_at_end(self, done: int) -> Ended | None:
-        """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
-        waiting = None if self._catch_up is None else self._catch_up.at_end(done)
-        now.part("waiting for the other replicas at the end")
-        while True:
-            wanted, end = computed_by_rank_0(partial(self._look_at_end, waiting, done))
-            if wanted:
-                self._states.give(self._keeper, done, wanted)
-            if end is not None or not wanted:
-                return end
-
-    def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[list[Member], Ended | None]:
-        """Wait for news; return who wants a state, and what it has waited for; neither if this job stops."""
-        members = self._membership.members
-        assert waiting is not None
-        assert members is not None
-        while not members.is_leaving:
-            wanted, end = self._states.wanted(done), waiting.look()
-            if wanted or end is not None:
-                return wanted, end
-            time.sleep(_LOOK_SECONDS)
-        return _NOTHING, None
 
     def stay(self, done: int) -> None:
         """Give the final model to replicas that were lost, and come back within the time of a start."""
         self._states.trains_from(done)
         until = time.monotonic() + self._membership.back_seconds
         now.part("giving the final model to replicas that come back")
-        while True:
-            wanted, goes_on = computed_by_rank_0(partial(self._look_for_lost, done, until))
-            if wanted:
-                self._states.give(self._keeper, done, wanted)
-            if not goes_on:
-                break
+        self._give_until(done, lambda: None if self._is_awaited(until) else True)
         self._states.trains_from(0)
 
-    def _look_for_lost(self, done: int, until: float) -> tuple[list[Member], bool]:
-        """Return who wants the final model, and whether a replica may still want it."""
-        members, told = self._membership.members, False
-        assert members is not None
-        while not members.is_leaving and time.monotonic() < until:
-            peers = members.peers()
-            lost = [slot for slot, peer in peers.items() if not peer.present and peer.status.phase != "left"]
-            late = [
-                slot
-                for slot, peer in peers.items()
-                if peer.present and not peer.status.mean.final and peer.status.phase != "left"
-            ]
-            if not (lost or late or self._states.is_giving):
-                break
-            if lost and not told:
-                told = True
-                replicas = ", ".join(map(str, lost))
-                members.warn(
-                    f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to "
-                    f"replica {replicas} if it comes back"
-                )
-            if wanted := self._states.wanted(done):
-                return wanted, True
-            time.sleep(_LOOK_SECONDS)
-        return _NOTHING, False
+    def _is_awaited(self, until: float) -> bool:
+        """Return whether a replica may still want the final model."""
+        peers = self._membership.leader.peers()
+        others = [slot for slot, peer in peers.items() if peer.status.phase != "left"]
+        lost = [str(slot) for slot in others if not peers[slot].present]
+        late = [slot for slot in others if peers[slot].present and not peers[slot].status.mean.final]
+        if time.monotonic() >= until or not (lost or late or self._states.is_giving):
+            return False
+        if lost:
+            self._membership.leader.warn(
+                f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to replica "
+                f"{', '.join(lost)} if it comes back"
+            )
+        return True
+
+    def _give_until(self, done: int, look: Callable[[], Value | None]) -> Value | None:
+        """Give the present state to those that ask for it, until `look`, on the leader, returns something.
+
+        None: this job is to stop.
+        """
+
+        def news() -> tuple[list[Member], Value | None]:
+            while not self._membership.leader.is_leaving:
+                wanted, found = self._states.wanted(done), look()
+                if wanted or found is not None:
+                    return wanted, found
+                time.sleep(_LOOK_SECONDS)
+            return [], None
+
+        while True:
+            wanted, found = computed_by_rank_0(news)
+            if wanted:
+                self._states.give(self._keeper, done, wanted)
+            if found is not None or not wanted:
+                return found
 
 
 def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[RoundReport] = ()) -> Boundary:

@@ -109,7 +109,7 @@ class Membership:
         """
 
         def wait() -> bool:
-            members = self._leader
+            members = self.leader
             now.part("looking for another replica")
 
             def is_there() -> bool:
@@ -122,7 +122,7 @@ class Membership:
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
-        members, others = self._leader, self.federation.start_with - 1
+        members, others = self.leader, self.federation.start_with - 1
         self._wait_for(max(1, others), FIRST_SECONDS)
         refusal = members.refusal if not members.peers() and not done else ""
         seconds = TOGETHER_SECONDS if done else START_SECONDS
@@ -135,7 +135,7 @@ class Membership:
         Args:
             trained: whether a replica that is past its first round ends the wait as well.
         """
-        members = self._leader
+        members = self.leader
 
         def enough() -> bool:
             present = members.present()
@@ -147,7 +147,8 @@ class Membership:
         return members.wait(enough, seconds) or members.is_leaving
 
     @property
-    def _leader(self) -> Members:
+    def leader(self) -> Members:
+        """The members, on the leader."""
         assert self.members is not None
         return self.members
 

@@ -372,7 +372,6 @@ class _Round:
             len(buckets), max(_LEAST_AHEAD, _UNDER_WAY_BYTES // (4 * max(map(len, buckets), default=1)))
         )
         running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
-        sent = deque[tuple[int, int]]()
         handed_out = list[Future[None]]()
         squared_norm = 0.0
 
@@ -381,7 +380,6 @@ class _Round:
             if at == phase == 0:
                 content = b"".join((length, content))
             mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
-            sent.append((at, phase))
 
         def start(at: int) -> None:
             nonlocal squared_norm
@@ -412,18 +410,11 @@ class _Round:
                 handed_out.append(transfer.hand_out(at, mean))
             if phase == 0:
                 start(at + ahead)
-                self._release(name, sent, at - ahead)
+                for sent in range(self._coding.phases):  # the partner had it when it sent this piece
+                    mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
         for future in handed_out:
             future.result()
         return squared_norm
-
-    def _release(self, name: str, sent: "deque[tuple[int, int]]", at: int) -> None:
-        """Free what was sent until phase 0 of a bucket: the partner sends what comes after only when it has
-        that.
-        """
-        while at >= 0 and (at, 0) in sent:
-            first = sent.popleft()
-            self._mesh.release(f"{name}b/{first[0]}/{first[1]}")
 
     def _say(self, name: str, counts: bool, error: Exception | None) -> None:
         """Offer a word for good, so that a partner in doubt can ask later."""
