@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, NamedTuple, cast
@@ -312,7 +312,10 @@ class States:
         """
         sizes = [min(_REST_BYTES, offer.rest - start) for start in range(0, offer.rest, _REST_BYTES)]
         buckets = [(transfer, at) for transfer in transfers for at in range(len(transfer.buckets))]
-        pieces = self._fetch(giver, offer.base, len(sizes) + len(buckets) + 1, seconds)
+        assert self._members is not None
+        mesh, number = self._members.mesh, len(sizes) + len(buckets)
+        base = f"{_ASKED}{mesh.me}/{offer.base}"
+        pieces = self._fetch(giver, base, number, seconds)
         rest, handed_out = bytearray(), []
         try:
             for size in sizes:
@@ -323,7 +326,8 @@ class States:
                 result = transfer.result(at)
                 fill([result], next(pieces))
                 handed_out.append(transfer.hand_out(at, result))
-            next(pieces)  # so the giver knows that all has come
+            with suppress(LostError):  # it may be withdrawn at once: the wish says that all has come
+                mesh.fetch(giver, f"{base}{number}")
             for future in handed_out:
                 future.result()
         except UnequalError:
@@ -344,7 +348,7 @@ class States:
         came = mesh.clock()
         patience = Patience(mesh, giver, end_by=lambda: came + seconds)
         while at < number:
-            names = (f"{_ASKED}{mesh.me}/{base}{name}" for name in range(at, number))
+            names = (f"{base}{name}" for name in range(at, number))
             try:
                 for piece in mesh.fetch_all(giver, names, _WINDOW, patience, why_not=why_not):
                     at, losses, came = at + 1, 0, mesh.clock()
