@@ -176,6 +176,8 @@ class States:
                             pieces = _pieces(state.rest, cast(Sequence[Leader], transfers))
                             self._pass_on(members, taker, f"{_ASKED}{taker}/{base}", pieces)
         if members is not None:
+            if state is None:  # the word that there is no state is under way
+                members.mesh.wait(lambda: self._closed, members.mesh.clock() + _CLOSE_SECONDS)
             for taker in takers:
                 members.mesh.release(_asked(taker))
 
