@@ -12,9 +12,10 @@ first member uses it all have it, and who has not heard of it sees it in the sta
 
 Each member says in its status whom it does not reach (`missed`), and who has sent numbers that must not be used,
 or nothing (`refused`). When that concerns the tree, or a member is lost, the root proposes another attempt, whose
-tree goes around these pairs. A slot that two members refuse is not in it, nor a slot that finds fault with many.
-Whoever is not in the mean takes the model of a replica that has it (`recovery`). A list of the members is in the
-proposal, so each counts once.
+tree goes around these pairs. A slot that two members refuse, or the root, is not in it, nor a slot that finds
+fault with many. A root goes on with less than half of those at their end only after five minutes: it may be cut
+off from the rest, which goes on without it. Whoever is not in the mean takes the model of a replica that has it
+(`recovery`). A list of the members is in the proposal, so each counts once.
 """
 
 import hashlib
@@ -290,10 +291,8 @@ class _Leader:
             seconds: since this replica is the root.
         """
         parents = tree(list(ended), self._apart(ended))
-        present = {
-            self._members.slot,
-            *(slot for slot, peer in self._members.peers().items() if has_come(peer)),
-        }
+        came = {slot for slot, peer in self._members.peers().items() if has_come(peer)}
+        present = (came - self._left_out.keys()) | {self._members.slot}
         is_majority = 2 * len(parents) + (min(present) in parents) > len(present)
         all_seconds = _SILENT_SECONDS if len(parents) < len(ended) else 0.0
         if seconds < (all_seconds if is_majority else _ALONE_SECONDS):

@@ -160,6 +160,21 @@ def test_a_replica_that_ended_far_behind_is_not_in_the_mean() -> None:
     assert "ended at local step 10, more than federation.rounds_behind (3)" in found[0].missed
 
 
+def test_the_lowest_slot_that_ended_far_behind_holds_nobody_up() -> None:
+    world = World()
+    members = [members_of(world, slot) for slot in range(2)]
+
+    def one(own: Members) -> tuple[End, float]:
+        found, at = end(own, 1.0, done=100 if own.slot else 10), own.mesh.clock()
+        pause(own.mesh, 60.0)
+        return found, at
+
+    first, second = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    assert first[0].is_late
+    assert second[0].group == (1,)
+    assert max(first[1], second[1]) < 10.0
+
+
 @pytest.mark.parametrize("weight", [float("nan"), 1e6])
 def test_a_sum_that_must_not_be_used_is_left_out(weight: float) -> None:
     found = at_their_end(World(), 3, lambda members: end(members, weight))
