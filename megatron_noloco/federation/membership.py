@@ -108,43 +108,33 @@ class Membership:
         A collective of the job.
         """
 
-        def wait() -> bool:
-            members = self.leader
-            now.part("looking for another replica")
+        def is_there() -> bool:
+            there = self.leader.present().values()
+            return any(status.begun >= 0 and status.phase != "left" for status in there)
 
-            def is_there() -> bool:
-                there = members.present().values()
-                return any(status.begun >= 0 and status.phase != "left" for status in there)
-
-            return members.wait(is_there, TOGETHER_SECONDS) or members.is_leaving
-
-        return computed_by_rank_0(wait)
+        now.part("looking for another replica")
+        return computed_by_rank_0(lambda: self._wait_until(is_there, TOGETHER_SECONDS))
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
         members, others = self.leader, self.federation.start_with - 1
-        self._wait_for(max(1, others), FIRST_SECONDS)
-        refusal = members.refusal if not members.peers() and not done else ""
-        seconds = TOGETHER_SECONDS if done else START_SECONDS
-        came = not refusal and self._wait_for(others, seconds, trained=True)
-        return came or done > 0, refusal
 
-    def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
-        """Wait until this many replicas are there, or this job is to stop; returns False when time is up.
+        def are_there(least: int) -> bool:
+            count = len(members.present())
+            now.part(f"{count + 1} of {least + 1} replicas are there")
+            return count >= least
 
-        Args:
-            trained: whether a replica that is past its first round ends the wait as well.
-        """
-        members = self.leader
+        def can_start() -> bool:  # or some are past their first round
+            return are_there(others) or any(status.begun > 0 for status in members.present().values())
 
-        def enough() -> bool:
-            present = members.present()
-            now.part(f"{len(present) + 1} of {others + 1} replicas are there")
-            return len(present) >= others or (
-                trained and any(status.begun > 0 for status in present.values())
-            )
+        self._wait_until(lambda: are_there(max(1, others)), FIRST_SECONDS)
+        if members.refusal and not members.peers() and not done:
+            return False, members.refusal
+        return self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS) or done > 0, ""
 
-        return members.wait(enough, seconds) or members.is_leaving
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition holds, or this job is to stop; return False when time is up."""
+        return self.leader.wait(condition, seconds) or self.leader.is_leaving
 
     @property
     def leader(self) -> Members:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.members import Members
-from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.mesh import Member, Patience
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, _Doubt, check_plausible
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, TorchWeights
@@ -153,6 +153,26 @@ def test_a_slow_link_costs_no_round() -> None:
     used = only(both(world, rounds(own), deadline=100.0))
     assert all(one.counts for one in used)
     assert world.now > 25.0
+
+
+def test_patience_counts_from_the_beginning_of_a_wait() -> None:
+    """A leader that gathers its own bucket for 20 s does not hold that against its partner."""
+    world = World()
+    giver, taker = (members_of(world, slot) for slot in range(2))
+
+    def give() -> None:
+        for number in range(2):
+            giver.mesh.offer(f"piece/{number}", b"x", taker.mesh.me)
+            pause(giver.mesh, 25.0)
+
+    def take() -> list[bytes]:
+        patience, found = Patience(taker.mesh, giver.mesh.me), []
+        for piece in taker.mesh.fetch_all(giver.mesh.me, ["piece/0", "piece/1"], 1, patience, True):
+            found.append(bytes(piece))
+            pause(taker.mesh, 20.0)
+        return found
+
+    assert run_all(world, [(giver, give), (taker, take)])[1] == [b"x", b"x"]
 
 
 def test_a_round_ends_by_its_deadline_though_bytes_come() -> None:
