@@ -348,8 +348,8 @@ class FederationSettings(Settings):
     rounds_behind: Positive = offered_field(
         3,
         "Rounds that a replica may be behind. A replica further behind, at its start or because it was asleep, "
-        "takes over the state of the furthest replica. A replica that ends further behind gets the mean at the "
-        "end, and is not in it.",
+        "takes over the state of the furthest replica. A replica that ends further behind is not in the mean at "
+        "the end, and takes it over.",
     )
     skip_local_steps: bool = offered_field(
         True,

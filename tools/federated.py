@@ -11,7 +11,7 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
-from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.federation.store import Store
 from megatron_noloco.outer import OuterOptimizer, Weights
 from megatron_noloco.plans.topology import Place
@@ -52,6 +52,6 @@ def outer_of(members: Members, weights: Weights, settings: NolocoSettings) -> Ou
     """Return the outer optimizer of a replica of one rank."""
     place, deadline = Place(members.slot, None), settings.deadline_seconds
     behind = FederationSettings().rounds_behind * settings.fragments
-    leading = Leading(members, Partners(members, deadline, deadline, behind))
-    replica = Replica(Gather(alone(weights.length)), place, Pairing(settings, SEED), leading)
+    partners = Partners(members, deadline, deadline, behind)
+    replica = Replica(Gather(alone(weights.length)), place, Pairing(settings, SEED), partners)
     return OuterOptimizer(weights, None, place, settings, SEED, replica)

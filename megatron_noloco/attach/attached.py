@@ -148,11 +148,13 @@ class Attached:
 
         A job of a federation waits for the others that are there, as long as they train. A job that does not begin
         a round for `NolocoSettings.deadline_seconds` is left out. A job that ended more than
-        `FederationSettings.rounds_behind` rounds before the furthest gets the mean of the others, without its own
-        weights in it. A warning names the jobs that are left out. Where this job is asked to stop meanwhile
-        (`stopped` of `attach`), its weights stay its own.
+        `FederationSettings.rounds_behind` rounds before the others takes the final model of one of them. A warning
+        names the jobs that are left out. Where this job is asked to stop meanwhile (`stopped` of `attach`), its
+        weights stay its own.
 
-        Returns reports with the replicas averaged, and how far apart they were; none where it was asked to stop.
+        Returns reports with the replicas averaged, and how far apart they were; none where it was asked to stop,
+        or took the model of another.
+
         Raises UserError after `close`, and PartnerLostError in one job, as `step` does.
         """
         self._check_not_closed()

@@ -136,8 +136,8 @@ def attach(
         if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         done = peers.begin(done, takes_over=state is None).step
-        leading = membership.leading
-        rows = None if leading is None else RoundRows(leading.members)
+        members = membership.members
+        rows = None if members is None else RoundRows(members)
         return Attached(weights, done, job_state, peers, rows)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken

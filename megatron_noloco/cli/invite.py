@@ -83,18 +83,18 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.invitation import LONGEST_LINE, file_of, line_of
-    from megatron_noloco.preflight.inviting import InviteRequest, invite, keys_of_inviter
+    from megatron_noloco.preflight.inviting import invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import write_private
     from megatron_noloco.training.prepare import network_for
 
     config = load_config(args.config)
-    request = InviteRequest(args.slot, min(time.time() + args.valid, _LAST), args.at)
-    keys = keys_of_inviter(config, args.config, request)
+    ends = min(time.time() + args.valid, _LAST)
+    keys = keys_of_inviter(config, args.config, args.slot, args.at)
     if args.file is not None and args.file.exists():
         raise UserError(f"invite: --file {args.file}: there is such a file already; give another")
     network, tokenizer = network_for(config), build_tokenizer(config.data.tokenizer)
-    invitation = invite(config, keys, network, tokenizer, request)
-    line, until = line_of(invitation), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(request.ends))
+    invitation = invite(config, keys, network, tokenizer, slot=args.slot, ends=ends, at=args.at)
+    line, until = line_of(invitation), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))
     path = args.file or Path(f"invitation-{invitation.slot}.noloco")
     with writing(path, "--file"):
         write_private(path, file_of(line, invitation.slot, until))
@@ -132,7 +132,7 @@ def _join(args: argparse.Namespace) -> int:
         None if args.pretrained is None else str(args.pretrained),
         args.listen,
     )
-    newcomer.check_local(invitation.requirements, local)
+    newcomer.check_local(invitation.needs, local)
     arrival = arrive(invitation)
     path, ranks = newcomer.write_job(invitation, arrival.tokenizer, local, say)
     say(

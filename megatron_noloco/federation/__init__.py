@@ -15,7 +15,6 @@ The files from the bottom up; each imports only those of its own line and above:
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `movement`, `gather`, `codes` | vectors bucket by bucket: inside a replica, of a pair |
 | `rounds` | a round that counts for both partners or for neither |
-| `passing` | a vector passed from one member to another |
 | `states`, `recovery`, `catch_up`, `final_mean` | a state of a peer; which step comes; the mean at the end |
 | `membership` | how a job enters a federation |
 | `federation_peers` | the other jobs, as a training loop meets them |

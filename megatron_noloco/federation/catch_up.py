@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_noloco.federation.members import Members, Peer
@@ -11,7 +11,6 @@ from megatron_noloco.federation.partners import is_far_behind
 from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
-SILENT_SECONDS = 60.0  # for the lowest slot to propose the mean, when nobody else is waited for
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh weights
 
 
@@ -29,9 +28,8 @@ class CatchUp:
 
     - More than `rounds_behind` rounds behind (`is_far_behind`), it recovers a state, as at its start: its own
       weights would pull the others back. Until it has a state it takes part in no round. While a state travelled
-      the
-      others have trained on: if that is more rounds, the replica leaves out their steps, and recovers no other
-          state.
+      the others have trained on: if that is more rounds, the replica leaves out their steps, and recovers no other
+      state.
     - Else, with `skip_local_steps`, a slow replica that would leave out more than a quarter of the steps between
       two rounds leaves out all local steps before that round but the last. The weights stay its own, and rounds
       pull them towards the others.
@@ -154,51 +152,6 @@ class CatchUp:
         return round_index * self._noloco.fragments + fragment - 1
 
 
-@dataclass
-class _Awaited:
-    """Another replica, as a replica at its end sees it.
-
-    Attributes:
-        peer: the replica, now.
-        furthest: the latest round that it has begun.
-        since: when it began that round; or when it was lost, or began again, for the first time after that.
-    """
-
-    peer: Peer
-    furthest: int
-    since: float
-    spared: bool = False
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether it is there, and waits at its end."""
-        return self.peer.present and self.peer.status.phase == "ended"
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether it may still come to its end."""
-        return not self.is_at_end and self.peer.status.phase != "left"
-
-    def why_away(self, seconds: float) -> str:
-        """Say why it was not waited for any longer."""
-        if self.peer.status.phase == "left":
-            return "has left"
-        return f"began no round for {seconds:g} s" if self.peer.present else "is not there"
-
-    def look(self, peer: Peer, at: float, last: float) -> None:
-        before, self.peer = self.peer, peer
-        if self.furthest < peer.status.begun <= last:
-            self.furthest, self.since, self.spared = peer.status.begun, at, False
-        elif not self.spared and (peer.status.begun, peer.present) != (before.status.begun, before.present):
-            self.since, self.spared = at, True  # once: a replica that comes and goes must not hold others up
-
-
-def most_are_final(peers: Iterable[Peer]) -> bool:
-    """Return whether most of those that wait at their end use the mean already."""
-    ended = [bool(peer.status.mean.final) for peer in peers if peer.present and peer.status.phase == "ended"]
-    return 2 * sum(ended) > len(ended)
-
-
 class Ended(NamedTuple):
     """What a replica has waited for at its end.
 
@@ -214,9 +167,9 @@ class Ended(NamedTuple):
 class WaitAtEnd:
     """Waits for the others at the end of this replica.
 
-    The lowest slot at its end waits for all, and proposes the mean (`final_mean`). A replica that trains is waited
-    for until `seconds` after the last round that it began, and a replica that is lost meanwhile until `seconds`
-    after that, however often it comes and goes.
+    The lowest slot at its end waits for all, and proposes the mean (`final_mean`). Who trains, or was lost
+    meanwhile, is waited for until `seconds` after the last news of any: a round that it begins, its end, its loss,
+    each only for the first time, so that nobody who comes and goes holds others up.
 
     Args:
         own: last round of this replica.
@@ -234,30 +187,48 @@ class WaitAtEnd:
     ) -> None:
         self._members, self._own, self._last = members, own, last
         self._seconds, self._why_not = seconds, left_out
-        self._awaited, self._ready_since = dict[int, _Awaited](), math.inf
+        self._peers, self._met = dict[int, Peer](), set[int]()
+        self._news, self._since = set[tuple[float, ...]](), -math.inf
 
     def look(self) -> Ended | None:
         """Look at the others; return None while others are waited for."""
         self._members.check()
         at, peers = self._members.mesh.clock(), self._members.peers()
-        for slot, peer in peers.items():
-            if slot not in self._awaited:
-                since = at if peer.present else -math.inf
-                self._awaited[slot] = _Awaited(peer, peer.status.begun, since)
-            self._awaited[slot].look(peer, at, self._last)
-        for slot in self._awaited.keys() - peers.keys():  # a later process of the slot differs
-            gone = replace(self._awaited[slot].peer, present=False, reached=False)
-            self._awaited[slot].look(gone, at, self._last)
-        came = {slot: one.peer.status.begun for slot, one in self._awaited.items() if one.is_at_end}
+        gone = self._peers.keys() - peers.keys()  # a later process of the slot differs
+        self._peers = {**peers, **{slot: replace(self._peers[slot], present=False) for slot in gone}}
+        self._met |= {slot for slot, peer in peers.items() if peer.present}
+        came = {slot: peer.status.begun for slot, peer in self._peers.items() if has_come(peer)}
+        news = {
+            (slot, min(peer.status.begun, self._last), peer.present, slot in came)
+            for slot, peer in self._peers.items()
+        }
+        if not news <= self._news:
+            self._since = at
+        self._news |= news
         came[self._members.slot] = self._own
-        why = {slot: one.why_away(self._seconds) for slot, one in self._awaited.items() if slot not in came}
-        found = Ended(False, why | self._why_not(came))
+        why = {slot: self._why_away(peer) for slot, peer in self._peers.items() if slot not in came}
+        awaited = {slot for slot in why.keys() & self._met if self._peers[slot].status.phase != "left"}
+        why |= self._why_not(came)
         if most_are_final(peers.values()):
-            return found._replace(is_final=True)
-        late, lowest = at - self._seconds, min(came)
-        is_waiting = any(one.since > late and one.is_awaited for one in self._awaited.values())
-        if lowest == self._members.slot:
-            return None if is_waiting else found
-        self._ready_since = math.inf if is_waiting else min(self._ready_since, at)
-        has_proposed = peers[lowest].status.mean.attempt > 0
-        return found if has_proposed or at > self._ready_since + SILENT_SECONDS else None
+            return Ended(True, why)
+        lowest, own = min(came.keys() - why.keys()), self._members.slot
+        is_proposed = lowest != own and peers[lowest].status.mean.attempt > 0
+        is_over = is_proposed or not awaited or at >= self._since + self._seconds
+        return Ended(False, why) if is_over and own not in why else None
+
+    def _why_away(self, peer: Peer) -> str:
+        """Say why a replica was not waited for any longer."""
+        if peer.status.phase == "left":
+            return "has left"
+        return f"began no round for {self._seconds:g} s" if peer.present else "is not there"
+
+
+def has_come(peer: Peer) -> bool:
+    """Return whether a replica is there, and waits at its end."""
+    return peer.present and peer.status.phase == "ended"
+
+
+def most_are_final(peers: Iterable[Peer]) -> bool:
+    """Return whether most of those that wait at their end use the mean already."""
+    ended = [bool(peer.status.mean.final) for peer in peers if has_come(peer)]
+    return 2 * sum(ended) > len(ended)

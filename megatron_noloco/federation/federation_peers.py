@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import TypeVar
 
-from megatron_noloco.federation.catch_up import Ended, UntrainedError, WaitAtEnd
+from megatron_noloco.federation.catch_up import Ended, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
@@ -19,8 +19,9 @@ from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
+Value = TypeVar("Value")
 _LOOK_SECONDS = 0.2
-_NOTHING = list[Member]()
+_SAVE_SECONDS = 600.0  # for a replica to save the final model, before it gives it
 
 
 class FederationPeers:
@@ -82,8 +83,8 @@ class FederationPeers:
                 left_out = f"left out: {done + 1} to {step}"
                 lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
             return _left_out(done, step, lines)
-        if self._membership.leading is not None:  # no replica waits for this one until it goes on
-            self._membership.leading.members.go_on(-1, "behind")
+        if self._membership.members is not None:  # no replica waits for this one until it goes on
+            self._membership.members.go_on(-1, "behind")
         taken = self._recover(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, lines=lines)
@@ -98,12 +99,16 @@ class FederationPeers:
     def average(self, done: int, trained: bool, before_waiting: Callable[[], object]) -> Average:
         """Make all replicas that come to their end equal to their mean; see `FinalMean`.
 
-        A replica that ended more than `rounds_behind` rounds before the furthest gets the mean, and is not in it.
-        A replica that comes when the others have their mean takes it from one of them.
+        A replica that ended more than `rounds_behind` rounds before the others, or comes when they have their
+        mean, is not in it, and takes the final model of one of them.
         """
         before_waiting()
         started, own = time.perf_counter(), self._replica.place.replica
-        end = Ended(True, {}) if self._final else self._wait_at_end(done)
+        end: Ended | None = Ended(True, {})
+        if self._final is None:
+            now.part("waiting for the other replicas at the end")
+            waiting = None if self._catch_up is None else self._catch_up.at_end(done)
+            end = self._give_until(done, lambda: waiting.look() if waiting else None)
         self._states.trains_from(0)
         if end is None:
             return Average(stopped=True)
@@ -115,22 +120,32 @@ class FederationPeers:
             if not mean.is_late:
                 seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
                 return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken = self._final or self._recover(done, ahead=0)
-        line = f" {taken} |" if taken else " the others' final model could not be taken |"
-        replicas = {own, taken.slot, *computed_by_rank_0(self._finals)} if taken else ()
-        if taken is not None and self._membership.leading is not None:
-            members = self._membership.leading.members
-            members.change(mean=FinalStatus(final=max(self._finals().values(), default=0)))
-        return Average((), time.perf_counter() - started, lines=(line,), replicas=replicas)
+        taken = self._final
+        if taken is None:
+            computed_by_rank_0(self._wait_for_final)
+            taken = self._recover(done, ahead=0)
+        seconds = time.perf_counter() - started
+        if taken is None:
+            return Average((), seconds, lines=(" the others' final model could not be taken |",))
+        finals = computed_by_rank_0(self._finals)
+        if self._membership.members is not None:
+            self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
+        return Average((), seconds, lines=(f" {taken} |",), replicas={own, taken.slot, *finals})
 
-    def _finals(self) -> dict[int, int]:
-        """Return the other replicas that are there and have the final model, each with the number of its
-        attempt.
-        """
-        leading = self._membership.leading
-        assert leading is not None
-        statuses = leading.members.present()
+    def _finals(self) -> dict[int, str]:
+        """Return the other replicas that are there and have the final model, each with the name of its attempt."""
+        statuses = self._membership.leader.present()
         return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
+
+    def _wait_for_final(self) -> None:
+        """Wait until a replica that has the final model gives it, once it has saved it."""
+        members = self._membership.leader
+
+        def is_over() -> bool:
+            steps = [status.step for status in members.present().values() if status.mean.final]
+            return any(steps) or not steps
+
+        members.wait(is_over, _SAVE_SECONDS)
 
     def leave(self, done: int) -> Boundary:
         """Run the next round before it is due, so that the partner keeps half of what was learned since the last.
@@ -144,8 +159,8 @@ class FederationPeers:
         due = due_after(*at, *self._schedule)
         has_round = fragment_after(done, *self._schedule) is not None
         if seconds and not has_round and not (membership.steps is not None and due > membership.steps):
-            if membership.leading is not None:
-                membership.leading.members.leave_in(seconds)
+            if membership.members is not None:
+                membership.members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
         if step == done:
@@ -187,74 +202,55 @@ class FederationPeers:
             step = self._catch_up.next_step(done)
         except UntrainedError as error:
             return wanted, done, str(error)
-        leading = self._membership.leading
-        assert leading is not None
-        if step is not None and leading.members.status.phase == "behind":  # the others are no longer ahead
+        if (
+            step is not None and self._membership.leader.status.phase == "behind"
+        ):  # the others are no longer ahead
             self._membership.announce(step)
         return wanted, step, ""
-
-    def _wait_at_end(self, done: int) -> Ended | None:
-        """Wait for the others, and give those that ask for it the state; None where this job is to stop."""
-        waiting = None if self._catch_up is None else self._catch_up.at_end(done)
-        now.part("waiting for the other replicas at the end")
-        while True:
-            wanted, end = computed_by_rank_0(partial(self._look_at_end, waiting, done))
-            if wanted:
-                self._states.give(self._keeper, done, wanted)
-            if end is not None or not wanted:
-                return end
-
-    def _look_at_end(self, waiting: WaitAtEnd | None, done: int) -> tuple[list[Member], Ended | None]:
-        """Wait for news; return who wants a state, and what it has waited for; neither if this job stops."""
-        leading = self._membership.leading
-        assert waiting is not None
-        assert leading is not None
-        while not leading.members.is_leaving:
-            wanted, end = self._states.wanted(done), waiting.look()
-            if wanted or end is not None:
-                return wanted, end
-            time.sleep(_LOOK_SECONDS)
-        return _NOTHING, None
 
     def stay(self, done: int) -> None:
         """Give the final model to replicas that were lost, and come back within the time of a start."""
         self._states.trains_from(done)
         until = time.monotonic() + self._membership.back_seconds
         now.part("giving the final model to replicas that come back")
-        while True:
-            wanted, goes_on = computed_by_rank_0(partial(self._look_for_lost, done, until))
-            if wanted:
-                self._states.give(self._keeper, done, wanted)
-            if not goes_on:
-                break
+        self._give_until(done, lambda: None if self._is_awaited(until) else True)
         self._states.trains_from(0)
 
-    def _look_for_lost(self, done: int, until: float) -> tuple[list[Member], bool]:
-        """Return who wants the final model, and whether a replica may still want it."""
-        leading, told = self._membership.leading, False
-        assert leading is not None
-        members = leading.members
-        while not members.is_leaving and time.monotonic() < until:
-            peers = members.peers()
-            lost = [slot for slot, peer in peers.items() if not peer.present and peer.status.phase != "left"]
-            late = [
-                slot
-                for slot, peer in peers.items()
-                if peer.present and not peer.status.mean.final and peer.status.phase != "left"
-            ]
-            if not (lost or late or self._states.is_giving):
-                break
-            if lost and not told:
-                told = True
-                replicas = ", ".join(map(str, lost))
-                members.warn(
-                    f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to "
-                    f"replica {replicas} if it comes back"
-                )
-            if wanted := self._states.wanted(done):
-                return wanted, True
-            time.sleep(_LOOK_SECONDS)
-        return _NOTHING, False
+    def _is_awaited(self, until: float) -> bool:
+        """Return whether a replica may still want the final model."""
+        peers = self._membership.leader.peers()
+        others = [slot for slot, peer in peers.items() if peer.status.phase != "left"]
+        lost = [str(slot) for slot in others if not peers[slot].present]
+        late = [slot for slot in others if peers[slot].present and not peers[slot].status.mean.final]
+        if time.monotonic() >= until or not (lost or late or self._states.is_giving):
+            return False
+        if lost:
+            self._membership.leader.warn(
+                f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to replica "
+                f"{', '.join(lost)} if it comes back"
+            )
+        return True
+
+    def _give_until(self, done: int, look: Callable[[], Value | None]) -> Value | None:
+        """Give the present state to those that ask for it, until `look`, on the leader, returns something.
+
+        None: this job is to stop.
+        """
+
+        def news() -> tuple[list[Member], Value | None]:
+            while not self._membership.leader.is_leaving:
+                wanted, found = self._states.wanted(done), look()
+                if wanted or found is not None:
+                    return wanted, found
+                time.sleep(_LOOK_SECONDS)
+            return [], None
+
+        while True:
+            wanted, found = computed_by_rank_0(news)
+            if wanted:
+                self._states.give(self._keeper, done, wanted)
+            if found is not None or not wanted:
+                return found
 
 
 def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[RoundReport] = ()) -> Boundary:

@@ -61,14 +61,9 @@ class FinalStatus:
         members: of this attempt: slots.
         processes: a digest of which processes of these slots are members.
         parents: of these in the tree; -1 for the root.
-        left_out: slots of these that get the mean, and are not in it.
-        failed: number of the latest attempt that has failed here.
-        because: slots that had failed before; none: for a reason of its own.
-        missed: pairs of which one side does not reach the other.
-        refused: slots whose sum must not be used, or did not come.
-        dropped: slots that did not take the mean either.
-        moved: counts up while bytes move here.
-        final: number of the attempt whose mean it uses; 0: none.
+        missed: slots that it does not reach.
+        refused: slots that have sent it numbers that must not be used, or nothing.
+        final: "ROOT/NUMBER" of the attempt whose mean it uses; "": none.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
@@ -79,14 +74,9 @@ class FinalStatus:
     parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
         field(default_factory=list)
     )
-    left_out: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    failed: Number = 0
-    because: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    missed: Annotated[list[list[Slot]], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    missed: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    dropped: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    moved: Number = 0
-    final: Number = 0
+    final: Text = ""
 
 
 @dataclass(frozen=True)
@@ -410,37 +400,35 @@ class Members:
 
 
 class OwnRows:
-    """The rows of metrics that the next status has, each with its number.
+    """The rows of metrics that the next status has. Of too many, a published row goes first, then a plain row.
 
     Attributes:
         is_new: whether there are rows that were not published.
     """
 
     def __init__(self) -> None:
-        self._rows, self._plain = list[tuple[int, str]](), set[int]()
+        self._rows = list[tuple[int, str, bool]]()  # number, row, is it plain?
         self._number = self._published = 0
-        self.is_new = False
+
+    @property
+    def is_new(self) -> bool:
+        return self._number > self._published
 
     def add(self, text: str, is_plain: bool) -> None:
-        """Add a row. Of too many, a published row goes first, then a plain row, then the oldest."""
         self._number += 1
-        self._rows.append((self._number, text))
-        self._plain |= {self._number} if is_plain else set()
-        self.is_new = True
+        self._rows.append((self._number, text, is_plain))
         if len(self._rows) > _MOST_ROWS:
             self._drop()
 
     def publish(self, characters: int) -> list[tuple[int, str]]:
-        """Return rows of at most so many characters, the oldest first."""
-        while len(json.dumps(self._rows)) > max(characters, len("[]")):
+        """Return rows of at most so many characters, the oldest first, each with its number."""
+        while self._rows and len(json.dumps([row[:2] for row in self._rows])) > characters:
             self._drop()
-        self._published, self.is_new = self._number, False
-        return list(self._rows)
+        self._published = self._number
+        return [row[:2] for row in self._rows]
 
     def _drop(self) -> None:
-        row = min(self._rows, key=lambda row: (row[0] > self._published, row[0] not in self._plain, row[0]))
-        self._rows.remove(row)
-        self._plain.discard(row[0])
+        self._rows.remove(min(self._rows, key=lambda row: (row[0] > self._published, not row[2], row[0])))
 
 
 class Attendance:

@@ -19,7 +19,7 @@ from megatron_noloco.federation.network import Network, meeting_place, place_to_
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.recovery import States
-from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import Weights
@@ -38,7 +38,7 @@ class Membership:
     The job is one replica. Its first rank leads: it alone is connected to other replicas, sees them and decides.
 
     Args:
-        leading: of the leader; None on the other ranks.
+        members: of the leader; None on the other ranks.
         place: of the replica among the others.
         steps: see `join_federation`.
 
@@ -53,15 +53,14 @@ class Membership:
 
     def __init__(
         self,
-        leading: Leading | None,
+        members: Members | None,
         place: Place,
         noloco: NolocoSettings,
         federation: FederationSettings,
         steps: int | None = None,
     ) -> None:
-        self.leading, self.place = leading, place
+        self.members, self.place = members, place
         self.noloco, self.federation = noloco, federation
-        members = None if leading is None else leading.members
         self.catch_up = None if members is None else CatchUp(members, noloco, federation, steps)
         self.states = States(members, steps)
         self.steps = steps
@@ -77,7 +76,12 @@ class Membership:
             weights, held: see `movement_of`.
         """
         movement = self.states.movement = movement_of(weights, self.noloco.fragments, held)
-        return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), self.leading)
+        partners = None
+        if self.members is not None:
+            seconds = self.federation.shortest_deadline_seconds, self.noloco.deadline_seconds
+            behind = self.federation.rounds_behind * self.noloco.fragments
+            partners = Partners(self.members, *seconds, behind)
+        return Replica(Gather(movement), self.place, Pairing(self.noloco, seed), partners)
 
     def wait_for_start(self, done: int) -> bool:
         """Wait for `start_with` jobs, ten minutes at most; return whether they came, or this job is to end.
@@ -104,48 +108,39 @@ class Membership:
         A collective of the job.
         """
 
-        def wait() -> bool:
-            members = self._members
-            now.part("looking for another replica")
+        def is_there() -> bool:
+            there = self.leader.present().values()
+            return any(status.begun >= 0 and status.phase != "left" for status in there)
 
-            def is_there() -> bool:
-                there = members.present().values()
-                return any(status.begun >= 0 and status.phase != "left" for status in there)
-
-            return members.wait(is_there, TOGETHER_SECONDS) or members.is_leaving
-
-        return computed_by_rank_0(wait)
+        now.part("looking for another replica")
+        return computed_by_rank_0(lambda: self._wait_until(is_there, TOGETHER_SECONDS))
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
-        members, others = self._members, self.federation.start_with - 1
-        self._wait_for(max(1, others), FIRST_SECONDS)
-        refusal = members.refusal if not members.peers() and not done else ""
-        seconds = TOGETHER_SECONDS if done else START_SECONDS
-        came = not refusal and self._wait_for(others, seconds, trained=True)
-        return came or done > 0, refusal
+        members, others = self.leader, self.federation.start_with - 1
 
-    def _wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
-        """Wait until this many replicas are there, or this job is to stop; returns False when time is up.
+        def are_there(least: int) -> bool:
+            count = len(members.present())
+            now.part(f"{count + 1} of {least + 1} replicas are there")
+            return count >= least
 
-        Args:
-            trained: whether a replica that is past its first round ends the wait as well.
-        """
-        members = self._members
+        def can_start() -> bool:  # or some are past their first round
+            return are_there(others) or any(status.begun > 0 for status in members.present().values())
 
-        def enough() -> bool:
-            present = members.present()
-            now.part(f"{len(present) + 1} of {others + 1} replicas are there")
-            return len(present) >= others or (
-                trained and any(status.begun > 0 for status in present.values())
-            )
+        self._wait_until(lambda: are_there(max(1, others)), FIRST_SECONDS)
+        if members.refusal and not members.peers() and not done:
+            return False, members.refusal
+        return self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS) or done > 0, ""
 
-        return members.wait(enough, seconds) or members.is_leaving
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition holds, or this job is to stop; return False when time is up."""
+        return self.leader.wait(condition, seconds) or self.leader.is_leaving
 
     @property
-    def _members(self) -> Members:
-        assert self.leading is not None
-        return self.leading.members
+    def leader(self) -> Members:
+        """The members, on the leader."""
+        assert self.members is not None
+        return self.members
 
     def announce(self, done: int) -> None:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
@@ -155,8 +150,8 @@ class Membership:
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""
         self.states.close()
-        if self.leading is not None:
-            self.leading.members.close()
+        if self.members is not None:
+            self.members.close()
 
 
 def _seconds_to_come_back() -> float:
@@ -185,18 +180,15 @@ def join_federation(
     Raises UserError for a rendezvous or a key file that is none, for a folder that it may not write, and where it
     cannot listen; OSError where its address cannot be announced for another reason.
     """
-    leading, problem = None, None
+    members, problem = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             members = network_of(federation, noloco, alike).open(place.replica, stopped)
-            seconds = federation.shortest_deadline_seconds, noloco.deadline_seconds
-            behind = federation.rounds_behind * noloco.fragments
-            leading = Leading(members, Partners(members, *seconds, behind))
         except (ValueError, OSError) as error:
             problem = UserError(str(error)) if isinstance(error, PermissionError) else error
     if (found := broadcast_from_rank_0(problem)) is not None:
         raise found
-    return Membership(leading, place, noloco, federation, steps)
+    return Membership(members, place, noloco, federation, steps)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: RunIdentity) -> Network:

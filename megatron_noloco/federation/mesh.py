@@ -287,14 +287,15 @@ class Carrier(ABC):
 
 
 class Patience:
-    """The one rule on when an operation is given up: no byte has moved between the two for ten seconds.
+    """The one rule on when an operation is given up: no byte has moved between the two for so many seconds.
 
     Args:
-        begin_by: returns when the giver must have begun; None: ten seconds from now.
+        begin_by: returns when the giver must have begun; None: its first piece is awaited as the others.
         end_by: returns when the whole must be over.
 
     Attributes:
         has_begun: whether a piece has come.
+        since: when the wait for a piece has begun.
     """
 
     def __init__(
@@ -303,19 +304,18 @@ class Patience:
         giver: Member,
         begin_by: Callable[[], float] | None = None,
         end_by: Callable[[], float] = lambda: math.inf,
+        seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        started = mesh.clock()
-        self._mesh, self._giver, self._started = mesh, giver, started
-        self._begin_by = begin_by or (lambda: started + PATIENCE_SECONDS)
-        self._end_by = end_by
-        self.has_begun = False
+        self._mesh, self._giver, self.seconds = mesh, giver, seconds
+        self._begin_by, self._end_by = begin_by, end_by
+        self.has_begun, self.since = False, mesh.clock()
 
     def until(self) -> float:
         """Return when to give up, on the clock of the mesh."""
-        if not self.has_begun:
+        if self._begin_by is not None and not self.has_begun:
             return min(self._begin_by(), self._end_by())
-        moved = max(self._started, self._mesh.moved.get(self._giver, -math.inf))
-        return min(moved + PATIENCE_SECONDS, self._end_by())
+        moved = max(self.since, self._mesh.moved.get(self._giver, -math.inf))
+        return min(moved + self.seconds, self._end_by())
 
 
 class Mesh:
@@ -429,6 +429,8 @@ class Mesh:
             return until.until() if isinstance(until, Patience) else until
 
         absent, reason = math.inf, ""
+        if isinstance(until, Patience):
+            until.since = self.clock()
 
         def is_over() -> bool:
             nonlocal absent, reason

@@ -44,7 +44,7 @@ class Partners:
         self, members: Members, shortest_seconds: float, longest_seconds: float, behind: int
     ) -> None:
         self.longest_seconds = longest_seconds
-        self._members, self._behind, self._shortest_seconds = members, behind, shortest_seconds
+        self.members, self._behind, self._shortest_seconds = members, behind, shortest_seconds
         self._waits = defaultdict[int, deque[float]](lambda: deque(maxlen=_REMEMBERED))
         self._avoided: dict[int, tuple[int, int, str]] = {}  # incarnation, until which round, why
 
@@ -60,7 +60,7 @@ class Partners:
 
     def avoid(self, slot: int, rounds: int, why: str) -> None:
         """Treat a replica as away until it has begun so many more rounds, or was started anew."""
-        if (peer := self._members.peer(slot)) is not None:
+        if (peer := self.members.peer(slot)) is not None:
             self._avoided[slot] = peer.incarnation, peer.status.begun + rounds, why
 
     def candidates(self, number: int, doubtful: Collection[int] = ()) -> tuple[Candidates, dict[int, str]]:
@@ -69,7 +69,7 @@ class Partners:
         Args:
             doubtful: slots that have not said how an earlier round has ended.
         """
-        members, peers = self._members, self._members.peers()
+        members, peers = self.members, self.members.peers()
         standing = {slot: self._availability(slot, peer, number) for slot, peer in peers.items()}
         standing |= dict.fromkeys(peers.keys() & {*doubtful}, (Availability.AWAY, _SILENT))
         present, free, waiting = (
@@ -83,7 +83,7 @@ class Partners:
     def _availability(self, slot: int, peer: Peer, number: int) -> tuple[Availability, str]:
         if reason := self._why_away(slot, peer, number):
             return Availability.AWAY, reason
-        open_from = peer.status.open_from(self._members.slot)
+        open_from = peer.status.open_from(self.members.slot)
         if open_from > number:
             return Availability.BUSY, "is ahead" if peer.status.begun > number else NO_PART
         if not peer.reached:

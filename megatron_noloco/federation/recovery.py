@@ -1,10 +1,10 @@
 """The state of a replica: one that trains gives it to another job out of its memory, whatever their layouts.
 
     giver                                       taker T
-    sees the wish for "state/T/offer"           fetches "state/T/offer"
-    at the next boundary between two local
+    sees the wish for "state/T/offer"           asks the replica that is furthest for "state/T/offer", each minute
+    at the next boundary between two local      also the next one, and takes the first offer
     steps its ranks copy the state, train on
-    offers what the state has (`Offer`)         allocates, and fetches the pieces in their order
+    in T's turn offers what the state has       allocates, and fetches "state/T/COPY/0", "1", ... in order
     gathers each piece when it is wanted
 
 A copy goes to all takers that waited for it, to one after the other at full speed. A taker whose connection is
@@ -12,9 +12,10 @@ lost fetches again what is missing. Leaders speak; all ranks of both replicas ta
 vectors (`gather`).
 """
 
+import math
 import sys
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,11 +25,20 @@ from typing import Annotated, Any, NamedTuple, cast
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.members import LARGEST, Members, Text
-from megatron_noloco.federation.mesh import Blob, LostError, Member, in_thread
+from megatron_noloco.federation.mesh import (
+    Blob,
+    Fetch,
+    GoneError,
+    LostError,
+    Member,
+    Patience,
+    StalledError,
+    in_thread,
+)
 from megatron_noloco.federation.movement import Movement
-from megatron_noloco.federation.passing import Passed, contents, pass_on
 from megatron_noloco.federation.states import (
     NotTakenError,
     State,
@@ -42,12 +52,18 @@ from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ra
 from megatron_noloco.outer.payload import UnequalError
 
 _ASKED = "state/"
-_REST_BYTES = 2**22
+_REST_BYTES = 2**22  # of a piece
 _MOST_REST_BYTES = 2**30
 _LONGEST_OFFER = 2**21  # bytes
-_BOUNDARY_SECONDS = 600.0  # for a giver to come to the next boundary
+_WINDOW = 4  # pieces that a taker asks for at a time
+_ASK_SECONDS = 60.0  # for a giver to begin, before the next one is asked as well
+_TURN_SECONDS = 3600.0  # for any giver to begin: other takers may have their turn before
+_PIECE_SECONDS = 120.0  # for a piece of 8 MiB: half a Mbit/s
+_NOBODY_FASTER = 10.0  # times as long, where all givers are slower
+_BACK_SECONDS = 60.0  # for a member that was lost to come back
+_MOST_LOSSES = 3  # in a row without a piece
 _CLOSE_SECONDS = 5.0
-_NO_STATE = "has no state to give"
+_TOO_SLOW = "it comes too slowly"
 _GIVING, _TAKING = 2**20, 2**20 + 2**10  # first tags inside the replica, beyond those of rounds
 
 
@@ -68,16 +84,9 @@ class Recovery(NamedTuple):
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants"))
 class Offer:
-    """What a state has.
+    """What a state has: facts (see `State`), names of vectors, and how many bytes the rest has."""
 
-    Attributes:
-        copy: its number at the giver.
-        facts: see `State`.
-        vectors: their names.
-        rest: bytes of what is no vector.
-    """
-
-    copy: Annotated[int, Field(ge=0, le=LARGEST)]
+    base: Annotated[str, Field(pattern=r"^\d{1,16}/$")]  # of the names of its pieces
     step: Annotated[int, Field(gt=0, le=LARGEST)]
     facts: dict[str, Any]
     vectors: Annotated[list[Text], Field(max_length=64)]
@@ -85,7 +94,6 @@ class Offer:
 
 
 _OFFER = TypeAdapter(Offer)
-_Conversation = Generator[tuple[Offer, bytes], Any, None]
 
 
 class States:
@@ -156,31 +164,42 @@ class States:
 
     def _send(self, state: State | None, takers: list[Member]) -> None:
         """Send a copy to takers, one after the other; a job of the sender's thread, on all ranks."""
-        copy, members = next(self._copies), self._members
+        members, base = self._members, f"{next(self._copies)}/"
         with _complaining():
-            if members is not None:
-                offer = b"" if state is None else _offer_of(state, copy)
-                for taker in takers:
-                    members.mesh.offer(_asked(taker), offer)
-            if state is not None:
-                for taker in takers:
-                    self._serve(taker, state, copy)
+            for taker in takers:
+                if members is not None:
+                    members.mesh.offer(_asked(taker), b"" if state is None else _offer_of(state, base))
+                if state is not None:
+                    gather, vectors = Gather(self.movement, _GIVING), state.vectors.values()
+                    with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
+                        if members is not None:
+                            pieces = _pieces(state.rest, cast(Sequence[Leader], transfers))
+                            self._pass_on(members, taker, f"{_ASKED}{taker}/{base}", pieces)
         if members is not None:
+            if state is None:  # the word that there is no state is under way
+                members.mesh.wait(lambda: self._closed, members.mesh.clock() + _CLOSE_SECONDS)
             for taker in takers:
                 members.mesh.release(_asked(taker))
 
-    def _serve(self, taker: Member, state: State, copy: int) -> None:
-        """Pass a copy on to one taker."""
-        gather, vectors = Gather(self.movement, _GIVING), state.vectors.values()
-        with _finishing([gather.whole(vector, None) for vector in vectors]) as transfers:
-            if self._members is not None:
-                pieces = _pieces(state.rest, cast(list[Leader], transfers))
-                with suppress(LostError):
-                    base = f"{_ASKED}{taker}/{copy}/"
-                    pass_on(self._members.mesh, taker, base, pieces, self._why_closed)
+    def _pass_on(self, members: Members, taker: Member, base: str, pieces: Iterator[Blob]) -> None:
+        """Offer each piece when the taker wants it, until it has all, or wants nothing for a minute."""
+        mesh, patience = members.mesh, Patience(members.mesh, taker, seconds=_BACK_SECONDS)
 
-    def _why_closed(self) -> str:
-        return "gives no state any more" * self._closed
+        def is_over() -> bool:
+            return self._closed or (taker, name) in mesh.offers.takers(base)
+
+        try:
+            for number, piece in enumerate(pieces):
+                name, patience.since = f"{base}{number}", mesh.clock()
+                while not mesh.wait(is_over, patience.until()):
+                    if mesh.clock() >= patience.until():
+                        return
+                if self._closed:
+                    return
+                mesh.offer(name, piece)
+                mesh.release(f"{base}{number - _WINDOW}")
+        finally:
+            mesh.withdraw(base)
 
     # To take
 
@@ -193,106 +212,162 @@ class States:
 
         Returns None where there is none to take.
         """
-        given_up = set[int]()
+        given_up, slow, seconds = set[int](), set[int](), _PIECE_SECONDS
         while True:
             started = time.monotonic()
-            slot = computed_by_rank_0(partial(self._choose, least, given_up))
-            if slot is None:
+            found = computed_by_rank_0(partial(self._find, least, given_up | slow))
+            if found is None and slow:
+                slow, seconds = set(), _NOBODY_FASTER * _PIECE_SECONDS
+                continue
+            if found is None:
                 return None
+            giver, offer = found
             try:
-                step, size = self._take(slot, keeper, least)
+                size = self._take(giver, offer, keeper, seconds)
             except NotTakenError as error:
-                given_up.add(slot)
+                is_slow = str(error) == _TOO_SLOW and seconds == _PIECE_SECONDS
+                (slow if is_slow else given_up).add(giver.slot)
                 if self._members is not None:
-                    tell(outside(f"the state of replica {slot} was not taken over: {error}"))
+                    tell(outside(f"the state of replica {giver.slot} was not taken over: {error}"))
             else:
-                return Recovery(slot, step, size, time.monotonic() - started)
+                return Recovery(giver.slot, cast(Offer, offer).step, size, time.monotonic() - started)
 
-    def _choose(self, least: int, given_up: Collection[int]) -> int | None:
-        """Return the slot whose state to take; None: there is no such, or this job is to stop. On the leader."""
+    def _find(self, least: int, given_up: Collection[int]) -> tuple[Member, Offer | str] | None:
+        """Ask for a state; return what the first giver offers, or why that is nothing. On the leader.
+
+        None: there is no state to take, or this job is to stop.
+        """
         assert self._members is not None
-        steps = {slot: peer.status.step for slot, peer in self._members.peers().items() if peer.reached}
+        members, mesh, asked = self._members, self._members.mesh, dict[int, tuple[Member, Fetch]]()
+        more_at, until = -math.inf, mesh.clock() + _TURN_SECONDS
+
+        def answered() -> tuple[Member, Fetch] | None:
+            return next((one for one in asked.values() if one[1].outcome is not None), None)
+
+        try:
+            while not members.is_leaving:
+                slots = self._givers(least, given_up)
+                for slot in asked.keys() - set(slots):  # it has left, or begun anew
+                    mesh.cancel(asked.pop(slot)[1])
+                left = [slot for slot in slots if slot not in asked]
+                if left and (not asked or mesh.clock() >= more_at):
+                    member, more_at = slots[left[0]], mesh.clock() + _ASK_SECONDS
+                    asked[left[0]] = member, mesh.begin(member, _asked(mesh.me))
+                if not asked:
+                    return None
+                mesh.wait(answered, mesh.clock() + 1.0)
+                if (found := answered()) is not None:
+                    return found[0], self._read(found[1].outcome, least)
+                if mesh.clock() >= until:
+                    return next(iter(asked.values()))[0], "its turn does not come"
+            return None
+        finally:
+            for _, fetch in asked.values():
+                mesh.cancel(fetch)
+
+    def _givers(self, least: int, given_up: Collection[int]) -> dict[int, Member]:
+        """Return the members that have a state to give, by slot: the furthest first, of several the next one."""
+        assert self._members is not None
+        peers = {slot: peer for slot, peer in self._members.peers().items() if peer.reached}
+        steps = {slot: peer.status.step for slot, peer in peers.items()}
         if self._steps is not None:  # a step that nobody can have is a lie
             steps = {slot: step for slot, step in steps.items() if step <= self._steps}
-        return None if self._members.is_leaving else furthest(steps, self._members.slot, least, given_up)
+        return {slot: peers[slot].member for slot in furthest(steps, self._members.slot, least, given_up)}
 
-    def _take(self, slot: int, keeper: StateAdapter, least: int) -> tuple[int, int]:
-        """Take the state of a replica, as a whole; return its local step, and its bytes on this rank.
+    def _read(self, outcome: Blob | LostError | None, least: int) -> Offer | str:
+        """Return an offer, or why there is none."""
+        if isinstance(outcome, LostError):
+            return line_of(outcome)
+        if not outcome:
+            return "cannot give its state"
+        try:
+            offer = _OFFER.validate_json(bytes(outcome) if len(outcome) <= _LONGEST_OFFER else b"")
+            check_step(offer.step, least, self._steps)
+        except ValidationError:
+            return "what it offers is no state"
+        except NotTakenError as error:
+            return str(error)
+        return offer
+
+    def _take(self, giver: Member, offer: Offer | str, keeper: StateAdapter, seconds: float) -> int:
+        """Take a state, as a whole; return its bytes on this rank.
 
         A collective; raises NotTakenError on all ranks.
         """
-        conversation = self._receive(slot, least)
-        offer, rest = self._go_on(conversation, None)
+        if isinstance(offer, str):
+            raise NotTakenError(offer)
         gather = Gather(self.movement, _TAKING)
-        try:
-            vectors = agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
-        except NotTakenError as error:
-            self._go_on(conversation, error)
-            raise
+        vectors = agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
         with _finishing([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
-            self._go_on(conversation, transfers)
+            receive = partial(self._receive, giver, offer, cast(Sequence[Leader], transfers), seconds)
+            rest, why = computed_by_rank_0(receive)
+        if why:
+            raise NotTakenError(why)
         agreed(lambda: keeper.load(State(offer.step, offer.facts, vectors, rest)))
-        return offer.step, sum(vector.nbytes for vector in vectors.values()) + len(rest)
+        return sum(vector.nbytes for vector in vectors.values()) + len(rest)
 
-    def _receive(self, slot: int, least: int) -> _Conversation:
-        """Ask for a state; yield what is before its vectors, and be sent where these go, or why nowhere."""
+    def _receive(
+        self, giver: Member, offer: Offer, transfers: Sequence[Leader], seconds: float
+    ) -> tuple[bytes, str]:
+        """Fetch a state, and hand its vectors out; return what is no vector, and why it has not come. On the
+        leader.
+        """
+        sizes = [min(_REST_BYTES, offer.rest - start) for start in range(0, offer.rest, _REST_BYTES)]
+        buckets = [(transfer, at) for transfer in transfers for at in range(len(transfer.buckets))]
         assert self._members is not None
-        mesh, peer = self._members.mesh, self._members.peer(slot)
-        if peer is None:
-            raise NotTakenError("it is not there any more")
-        fetch, until = mesh.begin(peer.member, _asked(mesh.me)), mesh.clock() + _BOUNDARY_SECONDS
-        content = bytes(mesh.result(fetch, until, partial(self._why_no_state, slot)))
-        if not content:
-            raise NotTakenError("cannot give its state")
+        mesh, number = self._members.mesh, len(sizes) + len(buckets)
+        base = f"{_ASKED}{mesh.me}/{offer.base}"
+        pieces = self._fetch(giver, base, number, seconds)
+        rest, handed_out = bytearray(), []
         try:
-            offer = _OFFER.validate_json(content if len(content) <= _LONGEST_OFFER else b"")
-        except ValidationError:
-            raise NotTakenError("what it offers is no state") from None
-        check_step(offer.step, least, self._steps)
-        base = f"{_ASKED}{mesh.me}/{offer.copy}/"
-        passed = Passed(mesh, peer.member, base, self._members.why_stopped)
-        rest = bytearray()
-        for piece in passed.pieces(-(-offer.rest // _REST_BYTES)):
-            if len(piece) != min(_REST_BYTES, offer.rest - len(rest)):
-                raise UnequalError
-            rest += piece
-        transfers = yield offer, bytes(rest)
-        if isinstance(transfers, NotTakenError):
-            raise transfers
-        for transfer in cast(list[Leader], transfers):
-            passed.into(transfer)
-        passed.end()
+            for size in sizes:
+                rest += (piece := next(pieces))
+                if len(piece) != size:
+                    raise UnequalError
+            for transfer, at in buckets:
+                result = transfer.result(at)
+                fill([result], next(pieces))
+                handed_out.append(transfer.hand_out(at, result))
+            with suppress(LostError):  # it may be withdrawn at once: the wish says that all has come
+                mesh.fetch(giver, f"{base}{number}")
+            for future in handed_out:
+                future.result()
+        except UnequalError:
+            return b"", "it has another length than it says"
+        except LostError as error:
+            return b"", line_of(error)
+        return bytes(rest), ""
 
-    def _why_no_state(self, slot: int) -> str:
-        """Return why a replica gives no state; "" while it may."""
+    def _fetch(self, giver: Member, base: str, number: int, seconds: float) -> Iterator[Blob]:
+        """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on.
+
+        Args:
+            seconds: for each piece.
+        """
         assert self._members is not None
-        peer = self._members.peer(slot)
-        has_state = peer is not None and peer.status.step
-        return self._members.why_stopped() or _NO_STATE * (not has_state)
-
-    def _go_on(self, conversation: _Conversation, answer: object) -> Any:
-        """Continue the leader's conversation; return on all ranks what it yields. Raises NotTakenError on all."""
-
-        def lead() -> object:
+        mesh, why_not = self._members.mesh, self._members.why_stopped
+        at = losses = 0
+        came = mesh.clock()
+        patience = Patience(mesh, giver, end_by=lambda: came + seconds)
+        while at < number:
+            names = (f"{base}{name}" for name in range(at, number))
             try:
-                return conversation.send(answer)
-            except StopIteration:
-                return None
-            except NotTakenError as error:
-                return error
-            except UnequalError:
-                return NotTakenError("it has another length than it says")
-            except LostError as error:
-                return NotTakenError(line_of(error))
-
-        found = computed_by_rank_0(lead)
-        if isinstance(found, NotTakenError):
-            raise found
-        return found
+                for piece in mesh.fetch_all(giver, names, _WINDOW, patience, why_not=why_not):
+                    at, losses, came = at + 1, 0, mesh.clock()
+                    yield piece
+                    came = mesh.clock()
+            except (StalledError, GoneError):
+                if mesh.clock() >= came + seconds:
+                    raise StalledError(_TOO_SLOW) from None
+                losses += 1
+                if not at or losses > _MOST_LOSSES:
+                    raise
+                mesh.wait(lambda: mesh.reaches(giver) or bool(why_not()), mesh.clock() + _BACK_SECONDS)
+                came = mesh.clock()
 
 
-def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> int | None:
-    """Return the slot that can give the latest step; of several, the next one after this job's. None: no slot.
+def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> list[int]:
+    """Return the slots that can give a state, the latest first; of several, the next one after this job's.
 
     Args:
         steps: that each slot can give.
@@ -301,7 +376,7 @@ def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collectio
         given_up: slots not to be asked again.
     """
     found = [slot for slot, step in steps.items() if step >= least and slot not in given_up]
-    return min(found, key=lambda slot: (-steps[slot], slot < own, slot), default=None)
+    return sorted(found, key=lambda slot: (-steps[slot], slot < own, slot))
 
 
 def _asked(taker: Member) -> str:
@@ -312,11 +387,13 @@ def _pieces(rest: bytes, transfers: Sequence[Leader]) -> Iterator[Blob]:
     for start in range(0, len(rest), _REST_BYTES):
         yield rest[start : start + _REST_BYTES]
     for transfer in transfers:
-        yield from contents(transfer)
+        for at in range(len(transfer.buckets)):
+            yield bytes_of(transfer.content(at).result())
+    yield b""
 
 
-def _offer_of(state: State, copy: int) -> bytes:
-    return _OFFER.dump_json(Offer(copy, state.step, state.facts, list(state.vectors), len(state.rest)))
+def _offer_of(state: State, base: str) -> bytes:
+    return _OFFER.dump_json(Offer(base, state.step, state.facts, list(state.vectors), len(state.rest)))
 
 
 @contextmanager

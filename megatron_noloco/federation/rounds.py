@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import NO_PART, STOPPED, Members
+from megatron_noloco.federation.members import NO_PART, STOPPED
 from megatron_noloco.federation.mesh import Blob, LostError, Member, Mesh, Patience, RefusedError
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Pairing
@@ -57,7 +57,7 @@ _MOST_WORD_BYTES = 1000
 _REMEMBERED = 64  # verdicts
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
-_FARTHEST = 10.0  # norms of the own vector
+FARTHEST = 10.0  # norms of the own vector
 
 
 class ImplausibleError(Exception):
@@ -87,17 +87,10 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
     if report.poisoned_elements:
         raise ImplausibleError("sent numbers that are not finite")
     distance = math.sqrt(2 * report.squared_deviation)
-    if norm and distance > _FARTHEST * norm:  # a vector of zeros allows no comparison
+    if norm and distance > FARTHEST * norm:  # a vector of zeros allows no comparison
         raise ImplausibleError(
             f"sent absurd numbers, {distance / norm:.2g} times this replica's norm from its own"
         )
-
-
-class Leading(NamedTuple):
-    """What the leader of a replica has beside the other ranks."""
-
-    members: Members
-    partners: Partners
 
 
 class _Outcome(NamedTuple):
@@ -152,13 +145,13 @@ class Replica:
         gather: moves its vectors between its ranks.
         place: of the replica among the others.
         pairing: says who exchanges with whom; used by the leader.
-        leading: None on followers.
+        partners: on the leader; None on followers.
     """
 
     gather: Gather
     place: Place
     pairing: Pairing
-    leading: Leading | None
+    partners: Partners | None
     ledger: _Ledger = field(default_factory=_Ledger)
 
     @property
@@ -205,22 +198,22 @@ class PairExchange:
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
-        replica, leading = self._replica, self._replica.leading
+        replica, partners = self._replica, self._replica.partners
         self._vector, self._number = vector, number
         settled, self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
         self._settle(settled)
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
-            if leading is not None:
-                leading.members.begin_round(number, None)
+            if partners is not None:
+                partners.members.begin_round(number, None)
             return
         self.report = ExchangeReport(tuple(sorted((replica.place.replica, self._partner))))
         self._mean = self._buffers.get("mean", vector.dtype, len(vector))
         self._transfer = replica.gather.fragment(self._fragment(number), vector, self._mean)
-        if leading is not None:
+        if partners is not None:
             assert isinstance(self._transfer, Leader)
-            self._round = _Round(replica, leading, self._partner, number, self._transfer, self.report)
-            self._outcome = leading.members.mesh.spawn(self._round.run, "noloco-round")
+            self._round = _Round(replica, partners, self._partner, number, self._transfer, self.report)
+            self._outcome = partners.members.mesh.spawn(self._round.run, "noloco-round")
 
     def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: the leader's thread moves everything, and `finish` yields the mean."""
@@ -244,13 +237,13 @@ class PairExchange:
 
     def _choice(self, number: int) -> tuple[dict[int, bool], int | None, str]:
         """Return earlier rounds that were settled, the partner, and why the planned one is none."""
-        replica, leading = self._replica, self._replica.leading
-        assert leading is not None
-        leading.members.check()
-        settled = dict(_verdicts(leading.members.mesh, replica.ledger))
+        replica, partners = self._replica, self._replica.partners
+        assert partners is not None
+        partners.members.check()
+        settled = dict(_verdicts(partners.members.mesh, replica.ledger))
         at = divmod(number, len(replica.movement.intervals))
         doubtful = {doubt.partner.slot for doubt in replica.ledger.doubts}
-        candidates, why_not = leading.partners.candidates(number, doubtful)
+        candidates, why_not = partners.candidates(number, doubtful)
         partner = replica.pairing.choose(replica.place.replica, at, candidates)
         if partner is not None:
             return settled, partner, ""
@@ -272,16 +265,16 @@ class PairExchange:
 
     def _wait(self) -> _Outcome:
         """Wait for the end of the round; from now on the partner has until the deadline."""
-        leading, partner = self._replica.leading, self._partner
-        assert leading is not None
+        partners, partner = self._replica.partners, self._partner
+        assert partners is not None
         assert partner is not None
-        started, mesh = time.monotonic(), leading.members.mesh
-        self.report.deadline_seconds = leading.partners.seconds(partner)
+        started, mesh = time.monotonic(), partners.members.mesh
+        self.report.deadline_seconds = partners.seconds(partner)
         self._round.set_deadline(self.report.deadline_seconds)
         mesh.wait(self._outcome.done)
         outcome = self._outcome.result()
         self.report.wait_seconds += time.monotonic() - started
-        leading.partners.record(partner, outcome.wait_seconds)
+        partners.record(partner, outcome.wait_seconds)
         return outcome
 
 
@@ -291,14 +284,14 @@ class _Round:
     def __init__(
         self,
         replica: Replica,
-        leading: Leading,
+        partners: Partners,
         partner: int,
         number: int,
         transfer: Leader,
         report: ExchangeReport,
     ) -> None:
         self._replica, self._number, self._transfer, self.report = replica, number, transfer, report
-        self._members, self._partners = leading
+        self._members, self._partners = partners.members, partners
         self._mesh = self._members.mesh
         self._partner = next(member for member in self._mesh.known() if member.slot == partner)
         self._waits_since = self._begin_by = self._end_by = self._began = math.inf
@@ -379,7 +372,6 @@ class _Round:
             len(buckets), max(_LEAST_AHEAD, _UNDER_WAY_BYTES // (4 * max(map(len, buckets), default=1)))
         )
         running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
-        sent = deque[tuple[int, int]]()
         handed_out = list[Future[None]]()
         squared_norm = 0.0
 
@@ -388,7 +380,6 @@ class _Round:
             if at == phase == 0:
                 content = b"".join((length, content))
             mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
-            sent.append((at, phase))
 
         def start(at: int) -> None:
             nonlocal squared_norm
@@ -419,18 +410,11 @@ class _Round:
                 handed_out.append(transfer.hand_out(at, mean))
             if phase == 0:
                 start(at + ahead)
-                self._release(name, sent, at - ahead)
+                for sent in range(self._coding.phases):  # the partner had it when it sent this piece
+                    mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
         for future in handed_out:
             future.result()
         return squared_norm
-
-    def _release(self, name: str, sent: "deque[tuple[int, int]]", at: int) -> None:
-        """Free what was sent until phase 0 of a bucket: the partner sends what comes after only when it has
-        that.
-        """
-        while at >= 0 and (at, 0) in sent:
-            first = sent.popleft()
-            self._mesh.release(f"{name}b/{first[0]}/{first[1]}")
 
     def _say(self, name: str, counts: bool, error: Exception | None) -> None:
         """Offer a word for good, so that a partner in doubt can ask later."""

@@ -19,7 +19,7 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -30,8 +30,8 @@ from megatron_noloco.federation.statuses import is_address
 from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
-DataField = Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path"]
-DATA = get_args(DataField)
+DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
+PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 LONGEST_LINE = 2000  # characters that every terminal and mail takes
 DIGEST_DIGITS = 32
@@ -42,25 +42,11 @@ _MOST_BYTES = 2**18
 _WIDTH = 100  # characters of a line in a file
 _PEM = re.compile(r"-----BEGIN ([A-Z ]+)-----\n([\w+/=\n]+)-----END \1-----\n", re.ASCII)
 _PEM_WIDTH = 64
-_STRICT = ConfigDict(strict=True, extra="forbid")
 
 Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
 
 
-@dataclass(frozen=True, config=_STRICT)
-class JoinRequirements:
-    """What a newcomer must have itself.
-
-    Attributes:
-        data: fields of the block `data`, any of which says what is read; empty where every machine has it.
-        pretrained: whether the run began with pretrained weights.
-    """
-
-    data: list[DataField]
-    pretrained: bool
-
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Invitation:
     """What a newcomer gets.
 
@@ -71,6 +57,8 @@ class Invitation:
         folder: URL of the rendezvous, where it is a folder or a bucket; "": it is the addresses.
         addresses: HOST:PORT of members.
         config: the fields that all jobs share, see `config.agreed`.
+        needs: what a newcomer must have itself: fields of the block `data`, any of which says what is read, unless
+            every machine has it; PRETRAINED where the run began with pretrained weights.
         tokenizer: digest of the piece with the tokenizer's files.
     """
 
@@ -80,7 +68,9 @@ class Invitation:
     folder: Annotated[str, Field(max_length=600)]
     addresses: Annotated[list[str], Field(max_length=MOST_ADDRESSES)]
     config: dict[str, Any]
-    requirements: JoinRequirements
+    needs: list[
+        Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path", "pretrained"]
+    ]
     tokenizer: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{DIGEST_DIGITS}}}$")]
 
 

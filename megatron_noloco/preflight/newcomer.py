@@ -21,12 +21,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.network import can_listen
 from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.files import outside, write_text
-from megatron_noloco.preflight.invitation import (
-    DATA,
-    DIGEST_DIGITS,
-    Invitation,
-    JoinRequirements,
-)
+from megatron_noloco.preflight.invitation import DATA, DIGEST_DIGITS, PRETRAINED, Invitation
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import fullest_stage
 from megatron_noloco.preflight.plan import architecture_of_run, fits, plan_lines, plan_of
@@ -36,16 +31,16 @@ from megatron_noloco.settings import TCP
 TOKENIZER = "tokenizer"  # the piece that each job offers
 
 
-def offered(config: RunConfig) -> tuple[JoinRequirements, dict[str, Any]]:
-    """Return what a newcomer of a run must have itself, and the fields of the config that it copies.
+def offered(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a newcomer of a run must have itself (see `Invitation`), and the fields that it copies.
 
     The batch is given whole, however the layout divides it here.
     """
     shared, _ = divided(config.given())
     shared.pop(STEPS, None)
     shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
-    fields = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
-    return JoinRequirements(fields, config.training.pretrained is not None), shared
+    needs = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
+    return needs + [PRETRAINED] * (config.training.pretrained is not None), shared
 
 
 def tokenizer_piece(tokenizer: Tokenizer) -> bytes:
@@ -83,20 +78,20 @@ class Local(NamedTuple):
     listen: str = "tcp://*:0"
 
 
-def check_local(requirements: JoinRequirements, local: Local) -> None:
+def check_local(needs: Sequence[str], local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
     if local.listen != "off" and not can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
-    for name, path in _data(requirements, local).items():
+    for name, path in _data(needs, local).items():
         if name not in DATA:
             raise UserError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
         if name in ("text", "sft_data_path") and path != STANDARD_LIBRARY and not Path(path).exists():
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
-    if requirements.data and not local.data:
-        raise UserError(f"join: --data is missing: what this machine reads (data.{requirements.data[0]})")
-    if requirements.pretrained and local.pretrained is None:
+    if {*needs} & {*DATA} and not local.data:
+        raise UserError(f"join: --data is missing: what this machine reads (data.{needs[0]})")
+    if PRETRAINED in needs and local.pretrained is None:
         raise UserError(
             "join: --pretrained is missing: the folder with the weights with which the run began, as elsewhere"
         )
@@ -106,9 +101,9 @@ def check_local(requirements: JoinRequirements, local: Local) -> None:
         )
 
 
-def _data(requirements: JoinRequirements, local: Local) -> dict[str, str]:
+def _data(needs: Sequence[str], local: Local) -> dict[str, str]:
     """Return what this machine reads, by field of the block `data`."""
-    elsewhere = requirements.data[0] if requirements.data else "text"
+    elsewhere = next((name for name in needs if name in DATA), "text")
     return {name or elsewhere: path for name, path in local.data.items()}
 
 
@@ -137,7 +132,7 @@ def write_job(
     raw["federation"] |= {"rendezvous": rendezvous, "listen": local.listen}
     if local.data:
         raw["data"].pop("text", None)
-    for name, path in _data(invitation.requirements, local).items():
+    for name, path in _data(invitation.needs, local).items():
         raw["data"][name] = _from_anywhere(path)
     for name, content in tokenizer.items():
         (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -87,9 +87,9 @@ def _other_jobs(
     optimizer = config.optimizer.type
     keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
     membership.say = monitor.say
-    if membership.leading is not None:
+    if membership.members is not None:
         folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.leading.members, folder))
+        monitor.metrics.writers.append(OtherJobs(membership.members, folder))
     return FederationPeers(membership, replica, outer, keeper, health)
 
 

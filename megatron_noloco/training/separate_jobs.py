@@ -45,12 +45,10 @@ def meet(
         config.training.train_iters,
         stopping.is_requested,
     )
-    if membership.leading is not None:
-        membership.leading.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
-    why, came = (
-        computed_by_rank_0(partial(finished.why_ended, settings, start, config.training.train_iters)),
-        True,
-    )
+    if membership.members is not None:
+        membership.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
+    came, steps = True, config.training.train_iters
+    why = computed_by_rank_0(partial(finished.why_ended, settings, start, steps))
     if not why or membership.finds_trained():
         came, why = membership.wait_for_start(start.step), ""
         if any(gather_from_all_ranks(stopping.is_requested())):

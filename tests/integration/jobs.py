@@ -132,8 +132,8 @@ def network_of_attach(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **option
 def members_of(noloco: Attached) -> Members:
     """Return what a job's leader sees of the others."""
     assert isinstance(noloco._peers, FederationPeers)
-    assert noloco._peers._membership.leading is not None
-    return noloco._peers._membership.leading.members
+    assert noloco._peers._membership.members is not None
+    return noloco._peers._membership.members
 
 
 def assert_inner_optimizer_is_handed_over(

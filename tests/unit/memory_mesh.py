@@ -226,18 +226,21 @@ class MemoryCarrier(Carrier):
         other, answers = world.carriers.get(giver), list[bool]()
 
         def answer(found: Piece | RefusedError) -> None:
-            refusal = found if isinstance(found, RefusedError) else None
-            content = b"" if isinstance(found, RefusedError) else found.read()
-
             def deliver() -> None:
-                if refusal is not None:
+                try:
+                    if isinstance(found, RefusedError):
+                        raise found
+                    content = found.read()  # a piece that is withdrawn meanwhile does not come
+                except RefusedError as refusal:
                     self.mesh.refuse(fetch, refusal)
-                elif fetch.outcome is None:
+                    return
+                if fetch.outcome is None:
                     self.mesh.note_bytes(giver)
                     self.mesh.receive(giver, name, content)
 
             answers.append(True)
-            world.send(Message("answer", giver, self.me, name), len(content), deliver, answers.clear)
+            size = 0 if isinstance(found, RefusedError) else found.size
+            world.send(Message("answer", giver, self.me, name), size, deliver, answers.clear)
 
         def ask() -> None:
             if fetch.outcome is None and other is not None:

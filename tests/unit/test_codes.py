@@ -54,8 +54,8 @@ def swapped(
         leader: Leader = transfers[0]
         report = ExchangeReport((0, 1))
         replica = replica_of(members[slot], replicas[slot][0], PAYLOADS[bits])
-        assert replica.leading is not None
-        swap = _Round(replica, replica.leading, 1 - slot, number, leader, report)
+        assert replica.partners is not None
+        swap = _Round(replica, replica.partners, 1 - slot, number, leader, report)
         mesh = members[slot].mesh
         squared_norm = swap._swap("r/", Patience(mesh, swap._partner), lambda: "")
         for transfer in transfers:

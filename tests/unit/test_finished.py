@@ -15,7 +15,7 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.training import finished
 from megatron_noloco.training.finished import Finished
 from tests.unit.memory_mesh import World
-from tests.unit.worlds import members_of, pause, replica_of, run_all
+from tests.unit.worlds import members_of, pause, run_all
 
 STEPS = 8
 
@@ -109,7 +109,7 @@ def test_only_a_replica_that_has_trained_is_met(begun: int, phase: Phase, is_met
     """Not a job that is back as late: two of them would train to another model."""
     world = World()
     late, other = members_of(world, 1), members_of(world, 0)
-    link = Membership(replica_of(late).leading, Place(1, None), NolocoSettings(), FederationSettings())
+    link = Membership(late, Place(1, None), NolocoSettings(), FederationSettings())
 
     def stay(members: Members) -> None:
         members.go_on(begun, phase)

@@ -22,7 +22,6 @@ from megatron_noloco.preflight import invitation
 from megatron_noloco.preflight.invitation import (
     LONGEST_LINE,
     Invitation,
-    JoinRequirements,
     file_of,
     invitation_in,
     line_of,
@@ -46,7 +45,7 @@ def made(keys: Keys) -> Invitation:
         folder="",
         addresses=["first.example.org:29600", "[2001:db8::1]:29600"],
         config={"training": {"train_iters": 100}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        requirements=JoinRequirements(["text"], True),
+        needs=["text", "pretrained"],
         tokenizer="0f" * 16,
     )
 
@@ -150,7 +149,7 @@ def test_another_version_is_named(made: Invitation, monkeypatch: pytest.MonkeyPa
         {"addresses": [f"host-{number}:1" for number in range(17)]},
         {"addresses": "a:1"},
         {"config": []},
-        {"requirements": {"data": ["tokenizer_model"], "pretrained": False}},
+        {"needs": ["tokenizer_model"]},
         {"tokenizer": "../../etc/passwd"},
         {"tokenizer": "0f" * 16 + "\n"},
         {"member_file": [["PRIVATE KEY", "all"]]},

@@ -35,7 +35,7 @@ from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.fields import fields_of
 from megatron_noloco.preflight import arrival, inviting, machine
 from megatron_noloco.preflight.arrival import arrive
-from megatron_noloco.preflight.invitation import Invitation, JoinRequirements, invitation_in, line_of
+from megatron_noloco.preflight.invitation import Invitation, invitation_in, line_of
 from megatron_noloco.preflight.machine import Finding
 from megatron_noloco.preflight.newcomer import (
     Local,
@@ -50,7 +50,6 @@ from megatron_noloco.training.prepare import network_for
 from tests.integration.tiny import tiny, write_config
 from tests.unit.test_tokenizers import write_tokenizer
 
-NOTHING = JoinRequirements([], False)
 DAY = 86400.0
 
 
@@ -68,25 +67,23 @@ def invited(keys: Keys, **fields: Any) -> Invitation:
         "folder": "",
         "addresses": ["10.0.0.1:5000"],
         "config": {},
-        "requirements": NOTHING,
+        "needs": [],
         "tokenizer": digest_of_piece(b"{}"),
     }
     return Invitation(**defaults | fields)
 
 
-def joined(
-    folder: Path, content: dict[str, Any], **local: Any
-) -> tuple[RunConfig, RunConfig, JoinRequirements]:
+def joined(folder: Path, content: dict[str, Any], **local: Any) -> tuple[RunConfig, RunConfig, list[str]]:
     """Return the config of a job with this file, that of a machine that joins it, and what this one must have."""
     keys = Keys.make(folder / "key")
     content["federation"]["key_file"] = str(folder / "key")
     config = RunConfig(**content)
-    requirements, shared = offered(config)
+    needs, shared = offered(config)
     files = arrival._files_of(tokenizer_piece(build_tokenizer(config.data.tokenizer)))
-    invitation = invited(keys, config=shared, requirements=requirements)
+    invitation = invited(keys, config=shared, needs=needs)
     here = Local(folder / "joined", **{"data": {}} | local)
     path, _ = write_job(invitation_in(line_of(invitation)), files, here, lambda line: None)
-    return config, load_config(path), requirements
+    return config, load_config(path), needs
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -218,7 +215,7 @@ def test_two_commands_lead_to_a_config(
     assert jobs.visitors == [(4096, place.run), (1, place.run)]
     assert "--replica 1" in Path("joined/start.sh").read_text()
     with pytest.raises(UserError, match="is there already, and is no empty folder"):
-        check_local(NOTHING, Local(Path("joined"), {}))
+        check_local([], Local(Path("joined"), {}))
 
 
 def test_each_invitation_has_a_slot_of_its_own(place: Place, jobs: FakeJobs) -> None:
@@ -497,10 +494,10 @@ def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
         "text": "/their/text", "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer),
     }  # fmt: skip
     (mine := tmp_path / "mine").mkdir()
-    _, config, requirements = joined(tmp_path, raw(data=data), data={"": str(mine)})
-    assert requirements == JoinRequirements(["text"], False)
+    _, config, needs = joined(tmp_path, raw(data=data), data={"": str(mine)})
+    assert needs == ["text"]
     with pytest.raises(ValueError, match=r"--data is missing: what this machine reads \(data.text\)"):
-        check_local(requirements, Local(tmp_path / "other", {}))
+        check_local(needs, Local(tmp_path / "other", {}))
     assert "/their" not in json.dumps(config.to_dict())
     assert config.data.text == str(mine)
     copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
@@ -636,9 +633,9 @@ def test_a_mistake_is_found_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Any], line: str
 ) -> None:
     local = Local(tmp_path / "joined", {"": str(tmp_path)})
-    check_local(JoinRequirements(["text"], False), local)
+    check_local(["text"], local)
     with pytest.raises(ValueError, match=re.escape(line)):
-        check_local(JoinRequirements(["text"], False), local._replace(**changes))
+        check_local(["text"], local._replace(**changes))
 
 
 def test_the_batch_stays_whatever_layout_is_proposed() -> None:

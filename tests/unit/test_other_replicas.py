@@ -35,7 +35,7 @@ def test_a_job_that_leaves_goes_on_where_its_last_round_was_due(data: st.DataObj
     done, last = data.draw(st.integers(1, 40)), data.draw(st.integers(40, 60) | st.none())
     seconds, outer = data.draw(st.sampled_from([0.0, 5.0])), Outer(data.draw(st.booleans()))
     membership: Any = SimpleNamespace(
-        leading=None,
+        members=None,
         steps=last,
         noloco=SimpleNamespace(local_steps=local_steps, fragments=fragments),
         federation=SimpleNamespace(leave_seconds=seconds),

@@ -1,6 +1,8 @@
 """A state is recovered as a whole or not at all, whatever is lost meanwhile, by any number of takers."""
 
+import json
 from collections.abc import Callable, Collection, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,8 +15,7 @@ from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.passing import Passed, contents, pass_on
-from megatron_noloco.federation.recovery import Recovery, States, furthest
+from megatron_noloco.federation.recovery import Offer, Recovery, States, _pieces, furthest
 from megatron_noloco.federation.states import NotTakenError, State
 from tests.unit.fleet import noise
 from tests.unit.memory_mesh import Message, World
@@ -83,13 +84,15 @@ class Outcome(NamedTuple):
     taken: Recovery | None
     kept: Kept
     lines: list[str]
+    ended: float
 
 
 def takes(members: Members, least: int = 1, wait: float = 5.0) -> Outcome:
     kept, lines = Kept(), list[str]()
     pause(members.mesh, wait)
     taken = states_of(members).recover(kept, least, lines.append)
-    return Outcome(taken, kept, [line.removeprefix("the state of replica ") for line in lines])
+    lines = [line.removeprefix("the state of replica ") for line in lines]
+    return Outcome(taken, kept, lines, members.mesh.clock())
 
 
 def run_givers(
@@ -170,15 +173,13 @@ def offers(content: bytes) -> Callable[[Members], Any]:
         members.step = 5000
         members.change()
         members.mesh.offer(f"state/{Member(2, 1)}/offer", content)
-        pause(members.mesh, 4000.0)
+        pause(members.mesh, 300.0)
 
     return body
 
 
 def offer(**changes: Any) -> bytes:
-    import json
-
-    content = {"copy": 0, "step": 5000, "facts": FACTS, "vectors": NAMES, "rest": 200}
+    content = {"base": "0/", "step": 5000, "facts": FACTS, "vectors": NAMES, "rest": 200}
     return json.dumps(content | changes).encode()
 
 
@@ -190,6 +191,7 @@ def offer(**changes: Any) -> bytes:
         (offer(rest=2**40), "what it offers is no state"),
         (offer(vectors=["weights"] * 65), "what it offers is no state"),
         (offer(step=2**60), "what it offers is no state"),
+        (offer(base="../"), "what it offers is no state"),
         (offer(step=3), "it is at local step 3 by now"),
         (offer(facts={}, rest=0), "its facts are others"),
     ],
@@ -200,6 +202,46 @@ def test_a_hostile_offer_is_named_and_the_next_replica_asked(content: bytes, why
     assert line.startswith(f"0 was not taken over: {why}")
     assert found.taken is not None
     assert found.taken.slot == 1
+
+
+def says_only(members: Members) -> None:
+    """Say that it has a state, and give none."""
+    members.step = 5000
+    members.change()
+    pause(members.mesh, 4000.0)
+
+
+def trickles(members: Members) -> None:
+    """Offer a state, of which bytes come all the time, and never a piece."""
+    members.step = 5000
+    members.change()
+    members.mesh.offer(f"state/{Member(2, 1)}/offer", offer())
+    carriers = members.mesh.world.carriers  # type: ignore[attr-defined]
+    for _ in range(800):
+        carriers[Member(2, 1)].mesh.note_bytes(members.mesh.me)
+        pause(members.mesh, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("giver", "least", "most"),
+    [(says_only, 60.0, 70.0), (trickles, 120.0, 130.0)],
+    ids=["silent", "trickles"],
+)
+def test_a_lying_giver_holds_no_newcomer_up(
+    giver: Callable[[Members], Any], least: float, most: float
+) -> None:
+    (found,) = run_givers(World(), [giver, trainer(900)])
+    assert found.taken is not None
+    assert found.taken.slot == 1
+    assert least < found.ended < most + PHASE + 5.0
+
+
+def test_where_nobody_is_faster_a_slow_giver_is_taken() -> None:
+    """A piece takes 150 s, more than what is waited for at first."""
+    giver = lambda members: gives(members, Kept(), 7, 20_000.0)  # noqa: E731
+    (found,) = run_givers(World(rate=4 * BUCKET / 150.0), [giver])
+    assert found.kept.used
+    assert found.lines == ["0 was not taken over: it comes too slowly"]
 
 
 def test_a_state_that_cannot_be_copied_stops_no_training(capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,16 +274,14 @@ def test_a_taker_of_any_layout_gets_the_vector(layouts: tuple[Layout, Layout], b
     ]
     got: list[Any] = [Gather(movement).whole(None, results[movement.rank]) for movement in moved[1]]
     world = World()
-    giver, taker = world.join(0), world.join(1)
-    world.spawn(giver.me, lambda: pass_on(giver, taker.me, "v/", contents(given[0]), lambda: ""))
-
-    def take() -> None:
-        passed = Passed(taker, giver.me, "v/", lambda: "")
-        passed.into(got[0])
-        passed.end()
-
-    world.spawn(taker.me, take)
-    world.run()
+    giver, taker = members_of(world, 0), members_of(world, 1)
+    to, pieces = taker.mesh.me, _pieces(b"", given[:1])
+    offer = Offer("0/", 5, {}, ["slow_weights"], 0)
+    bodies: list[Any] = [
+        (giver, lambda: States(giver)._pass_on(giver, to, f"state/{to}/0/", pieces)),
+        (taker, lambda: States(taker)._receive(giver.mesh.me, offer, got[:1], 60.0)),
+    ]
+    assert run_all(world, bodies)[1] == (b"", "")
     for transfer in (*given, *got):
         transfer.wait()
     for holding, part in zip(replicas[1], results, strict=True):
@@ -249,15 +289,11 @@ def test_a_taker_of_any_layout_gets_the_vector(layouts: tuple[Layout, Layout], b
 
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 5)), st.integers(0, 9), st.integers(1, 5), st.data())
-def test_the_furthest_is_chosen_and_of_equals_the_next(
+def test_the_furthest_is_asked_first_and_of_equals_the_next(
     steps: dict[int, int], own: int, least: int, data: st.DataObject
 ) -> None:
     given_up = data.draw(st.sets(st.sampled_from(sorted(steps) or [0])))
     found = furthest(steps, own, least, given_up)
-    candidates = {slot for slot, step in steps.items() if step >= least} - given_up
-    if found is None:
-        assert not candidates
-        return
-    best = {slot for slot in candidates if steps[slot] == max(steps[one] for one in candidates)}
-    assert found in best
-    assert (found - own) % 10 == min((slot - own) % 10 for slot in best)
+    assert {*found} == {slot for slot, step in steps.items() if step >= least} - given_up
+    for one, two in pairwise(found):
+        assert (-steps[one], (one - own) % 10) < (-steps[two], (two - own) % 10)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.members import Members
-from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.mesh import Member, Patience
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, _Doubt, check_plausible
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, TorchWeights
@@ -96,7 +96,7 @@ def test_replicas_of_unlike_sizes_skip_the_round() -> None:
 
 def test_an_absent_partner_is_awaited_until_the_deadline() -> None:
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         if slot == 1:
             return pause(mesh, 100.0)
         found, ends = [], []
@@ -117,7 +117,7 @@ def test_a_partner_is_waited_for_as_long_as_it_took_lately() -> None:
     """The second replica begins 6 s after the first, then never: it is waited for twice as long."""
 
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         for number in range(3):
             if slot == 1:
                 pause(mesh, 6.0)
@@ -133,7 +133,7 @@ def test_a_partner_is_waited_for_as_long_as_it_took_lately() -> None:
 
 def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
     def body(slot: int, replica: Replica) -> Any:
-        members: Members = replica.leading.members  # type: ignore[union-attr]
+        members: Members = replica.partners.members  # type: ignore[union-attr]
         if slot == 1:
             pause(members.mesh, 2.0)
             members.begin_round(3, None)
@@ -155,6 +155,26 @@ def test_a_slow_link_costs_no_round() -> None:
     assert world.now > 25.0
 
 
+def test_patience_counts_from_the_beginning_of_a_wait() -> None:
+    """A leader that gathers its own bucket for 20 s does not hold that against its partner."""
+    world = World()
+    giver, taker = (members_of(world, slot) for slot in range(2))
+
+    def give() -> None:
+        for number in range(2):
+            giver.mesh.offer(f"piece/{number}", b"x", taker.mesh.me)
+            pause(giver.mesh, 25.0)
+
+    def take() -> list[bytes]:
+        patience, found = Patience(taker.mesh, giver.mesh.me), []
+        for piece in taker.mesh.fetch_all(giver.mesh.me, ["piece/0", "piece/1"], 1, patience, True):
+            found.append(bytes(piece))
+            pause(taker.mesh, 20.0)
+        return found
+
+    assert run_all(world, [(giver, give), (taker, take)])[1] == [b"x", b"x"]
+
+
 def test_a_round_ends_by_its_deadline_though_bytes_come() -> None:
     used = only(both(World(rate=LENGTH * 4 / 60.0), rounds(vectors()), deadline=20.0))
     assert not any(one.counts for one in used)
@@ -173,7 +193,7 @@ class Faulty:
         self.moved = both(self.world, self._body, payload)
 
     def _body(self, slot: int, replica: Replica) -> Tensor:
-        members: Members = replica.leading.members  # type: ignore[union-attr]
+        members: Members = replica.partners.members  # type: ignore[union-attr]
         first = take_part(replica, self.own[slot], 5)
         self.in_doubt += first.report.in_doubt
         moved = first.vector - self.own[slot]
@@ -314,7 +334,7 @@ def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
     """The partner begins after the deadline, and sends what nobody fetches."""
 
     def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.leading.members.mesh  # type: ignore[union-attr]
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
         if slot == 0:
             take_part(replica, vectors()[0], 0)
         pause(mesh, 3 * DEADLINE)

@@ -12,7 +12,7 @@ from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
-from megatron_noloco.federation.rounds import Leading, Replica
+from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
@@ -51,15 +51,13 @@ def replica_of(
     partners = Partners(members, shortest or deadline, deadline, 1000)
     noloco = NolocoSettings(payload=payload, deadline_seconds=deadline)
     movement = movement or alone(LENGTH, bucket=BUCKET)
-    return Replica(
-        Gather(movement), Place(members.slot, None), Pairing(noloco, 1), Leading(members, partners)
-    )
+    return Replica(Gather(movement), Place(members.slot, None), Pairing(noloco, 1), partners)
 
 
 def take_part(replica: Replica, vector: Tensor, number: int, phase: float = 0.0) -> Used:
     """Take part in a round, in which this replica computes local steps for so many seconds."""
-    assert replica.leading is not None
-    mesh = replica.leading.members.mesh
+    assert replica.partners is not None
+    mesh = replica.partners.members.mesh
     exchange = replica.exchange()
     exchange.begin(vector.clone(), (), number, "a test")
     pause(mesh, phase)
