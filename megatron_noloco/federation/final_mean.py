@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron_noloco.federation.catch_up import SILENT_SECONDS, most_are_final
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.members import LARGEST, FinalStatus, Members, Peer
-from megatron_noloco.federation.mesh import GoneError, LostError, Member, Patience, StalledError
+from megatron_noloco.federation.mesh import LostError, Member, Patience, StalledError
 from megatron_noloco.federation.passing import Passed, contents, pass_on
 from megatron_noloco.federation.rounds import ImplausibleError, Replica, check_plausible
 from megatron_noloco.job.activity import now
@@ -561,7 +561,7 @@ class _Leader:
         """
         try:
             yield
-        except (StalledError, GoneError):
+        except StalledError:
             try:
                 self._mesh.fetch(attempt.members[slot], "here", _ANSWER_SECONDS)
             except LostError:

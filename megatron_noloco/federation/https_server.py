@@ -41,6 +41,7 @@ _OPTIONS = {
     (socket.IPPROTO_TCP, 25): 2**18,  # TCP_NOTSENT_LOWAT, which Python does not name
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): round(1000 * PATIENCE_SECONDS),
 }
+Write = Callable[[bytes], Awaitable[object]]
 _sockets = weakref.WeakSet[socket.socket]()
 _no_fork = threading.Lock()  # held while a socket is there and not yet among them
 
@@ -237,24 +238,28 @@ async def receive(content: StreamReader, size: int, note: Callable[[], object]) 
     return blob
 
 
-async def send(piece: Piece, write: Callable[[bytes], Awaitable[object]], note: Callable[[], object]) -> None:
+async def send(piece: Piece, write: Write, note: Callable[[], object] = lambda: None) -> None:
     """Write a piece. Raises RefusedError once it is withdrawn, TimeoutError when nobody reads.
 
     Args:
         note: is called with each chunk that goes.
     """
-    async with asyncio.timeout(PATIENCE_SECONDS) as limit:
-        for start in range(0, piece.size, CHUNK_BYTES):
-            await write(piece.read(start, start + CHUNK_BYTES))
-            await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
-            note()
-            limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
+    for start in range(0, piece.size, CHUNK_BYTES):
+        await send_chunk(piece.read(start, start + CHUNK_BYTES), write)
+        note()
+
+
+async def send_chunk(chunk: bytes, write: Write) -> None:
+    """Write some bytes. Raises TimeoutError when nobody reads."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await write(chunk)
+        await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
 
 
 class PieceBody(payload.Payload):
     """A piece as the body of a request; see `send`."""
 
-    def __init__(self, piece: Piece, note: Callable[[], object]) -> None:
+    def __init__(self, piece: Piece, note: Callable[[], object] = lambda: None) -> None:
         super().__init__(piece)
         self._size, self._note = piece.size, note
 

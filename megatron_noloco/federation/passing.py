@@ -10,7 +10,6 @@ from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Leader
 from megatron_noloco.federation.mesh import (
     Blob,
-    GoneError,
     LostError,
     Member,
     Mesh,
@@ -105,7 +104,7 @@ class Passed:
                 for piece in mesh.fetch_all(self._giver, names, _WINDOW, patience, why_not=self._stop):
                     self._next, losses = self._next + 1, 0
                     yield piece
-            except (StalledError, GoneError):
+            except StalledError:
                 losses += 1
                 if not self._next or losses > _MOST_LOSSES or not self._is_back():
                     raise

@@ -12,7 +12,7 @@ from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, Member, Mesh, Status
 from megatron_noloco.federation.network import Network
-from megatron_noloco.federation.statuses import addresses_in
+from megatron_noloco.federation.statuses import Statuses, addresses_in
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import Visit
 from megatron_noloco.files import outside
@@ -136,8 +136,8 @@ def _of_network(visit: Visit) -> _Others:
 
 def _of_folder(folder: Store, network: Network, identity: Identity) -> _Others:
     """Return the jobs that have files in a folder. Raises UserError."""
-    carrier = FolderCarrier(folder, network.run, network.digests, identity, lambda line: None)
-    mesh = Mesh(me := Member(VISITOR, time.time_ns()), [carrier])
+    me = Member(VISITOR, time.time_ns())
+    mesh = Mesh(Statuses(network.run, me, identity), [FolderCarrier(folder, network.digests)])
     try:
         mesh.wait(lambda: False, mesh.clock() + _LOOK_SECONDS)
         statuses = {member: status for member, status in mesh.known().items() if member != me}
