@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -274,6 +275,23 @@ def test_a_peer_killed_during_a_transfer_leaves_no_noise(
     until(lambda: not one.carrier._sends)
     assert not [record for record in caplog.records if record.name == "asyncio"]
     assert one.carrier.failure is None
+
+
+def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio writes a line of its own to stderr for each write to a connection that is lost."""
+    one = tls.add(0)
+    rogue = Rogue(tls, 3)
+    rogue.introduce(one)
+    one.mesh.offer("large", bytes(2**25))
+    for path in (f"{one.me}/{rogue.me}/large", "probe?bytes=33000000", "status", "status?once"):
+        for _ in range(3):
+            opened = rogue.connect(one)
+            opened.sendall(rogue.head("GET", path))
+            opened.recv(2**10)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # cut, with a reset
+            opened.close()
+            time.sleep(0.2)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_stopped_member_is_absent_after_the_lease_and_back(
