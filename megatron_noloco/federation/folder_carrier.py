@@ -18,7 +18,7 @@ So the owner of the folder can remove files, and cannot read them, forge them, o
 Neither can a third member. Without a key there are checksums, which show damage and nothing else.
 
 A piece that is sent lies in the taker's folder before the taker asks for it. The taker removes what it has read.
-What a member that is gone has left is removed by any other member after ten minutes or more.
+What nobody has read is removed after ten minutes or more, by any other member if its taker is gone.
 
 Nobody sees progress while a file is being written. So a folder that takes longer than `mesh.PATIENCE_SECONDS` for
 one piece is too slow for a round.
@@ -35,11 +35,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
-from weakref import WeakSet
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_members import (
-    LEFTOVER_SECONDS,
     MOST_ADDED,
     FolderMembers,
     RunFolder,
@@ -113,13 +111,8 @@ class FolderCarrier(Carrier):
         self._lock, self._stir, self._closing = threading.RLock(), threading.Event(), threading.Event()
         self._watches = dict[str, _Watch]()  # by file
         self._wishes = dict[tuple[Member, str], Future[Piece]]()
-        self._writing, self._given = set[tuple[Member, str]](), WeakSet[Piece]()
-        # Files of the own inbox: which nobody needs any more, and which were there ten minutes ago.
-        self._unneeded, self._old, self._sweep_at = (
-            set[str](),
-            set[str](),
-            time.monotonic() + LEFTOVER_SECONDS,
-        )
+        self._writing = set[tuple[Member, str]]()
+        self._unneeded = set[str]()  # files of the own inbox
 
     def start(self, mesh: Mesh) -> None:
         """See `Carrier`. Raises UserError for a folder that cannot be used."""
@@ -169,8 +162,7 @@ class FolderCarrier(Carrier):
         self._stir.set()
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        if piece not in self._given:  # a wish waited for it
-            self._give(to, name, piece)
+        self._give(to, name, piece)
 
     def close(self) -> None:
         """Say that this member has left, and end. A folder that does not answer is left after seconds."""
@@ -210,9 +202,8 @@ class FolderCarrier(Carrier):
         self._folder.attempt(lambda: names.extend(self._inbox.names()))
         with self._lock:
             files = [name for name in names if name not in self._unneeded]
-            watches = {file: self._watches[file] for file in files if file in self._watches}
-            now = time.monotonic()
-            come = {file: watch for file, watch in watches.items() if watch.read_at <= now}
+            awaited = ((file, self._watches[file]) for file in files if file in self._watches)
+            come = {file: watch for file, watch in awaited if watch.read_at <= time.monotonic()}
             for watch in come.values():
                 watch.read_at = watch.wish_at = math.inf
         for file, watch in come.items():
@@ -220,10 +211,6 @@ class FolderCarrier(Carrier):
         heard = [file for file in files if self._hear(file)]
         for taker, name in [wish for wish in list(self._wishes) if not self.reaches(wish[0])]:
             self._wishes.pop((taker, name)).cancel()
-        if now > self._sweep_at:
-            self._sweep_at = now + LEFTOVER_SECONDS
-            self._unneeded |= self._old & set(files) - watches.keys()
-            self._old = set(files)
         return bool(come or heard)
 
     def _remove_unneeded(self) -> None:
@@ -319,7 +306,6 @@ class FolderCarrier(Carrier):
     def _give(self, taker: Member, name: str, piece: Piece) -> None:
         """Have a piece written, unless it is about to be: it was sent, and is asked for."""
         with self._lock:
-            self._given.add(piece)
             if (taker, name) in self._writing:
                 return
             self._writing.add((taker, name))

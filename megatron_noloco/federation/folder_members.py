@@ -241,9 +241,14 @@ class FolderMembers:
         self._look()
         for member in self._members_to_read():
             self._read(member, self._signs[member])
-        others = (self._statuses.of(member.slot) for member in self._signs)
-        is_anybody_left = any(signed is not None and not signed.has_left for signed in others)
-        return not (self._has_strangers or self._members_to_read() or is_anybody_left)
+        return not (self._has_strangers or self._members_to_read()) and all(map(self._has_left, self._signs))
+
+    def _has_left(self, member: Member) -> bool:
+        """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
+        signed, sign = self._statuses.of(member.slot), self._signs[member]
+        if signed is None or not signed.has_left:
+            return False
+        return signed.member > member or sign.number >= signed.number
 
     # The own sign
 
@@ -392,9 +397,11 @@ class FolderMembers:
             for name in self._folder.store.below(folder).names()
             if is_gone(member_in(name.partition("~")[0]))
         ]
+        inbox = f"to/{self._me}"
+        files += [f"{inbox}/{name}" for name in self._folder.store.below(inbox).names()]
         for file in self._left_over & set(files):
             with suppress(OSError):  # of a process of another user
-                if file.startswith("to/"):
+                if member_in(file.removeprefix("to/")) is not None:
                     self._folder.store.below(file).remove_all()
                 else:
                     self._folder.store.remove([file])

@@ -161,7 +161,7 @@ class Server:
                     continue
                 task = loop.create_task(self._admit(accepted, host))
                 self._strangers.add(task)
-                task.add_done_callback(self._forget)
+                task.add_done_callback(self._strangers.discard)
                 if len(self._strangers) > _MOST_STRANGERS:
                     random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
         finally:
@@ -177,6 +177,7 @@ class Server:
 
     async def _admit(self, accepted: socket.socket, host: str) -> None:
         connection: Connection | None = None
+        is_member = False
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 context = None if self._identity is None else self._identity.server
@@ -185,17 +186,14 @@ class Server:
                 )
                 if context is None:
                     await connection.is_admitted
-            if sum(other.slot == connection.slot for other in self.connections) > _MOST_OF_A_SLOT:
-                raise ConnectionError("too many connections")
-        except (ssl.SSLCertVerificationError, ssl.SSLError):
+            is_member = sum(other.slot == connection.slot for other in self.connections) <= _MOST_OF_A_SLOT
+        except ssl.SSLError:
             self._refuse(host)
         except (OSError, TimeoutError, ValueError):  # ValueError: a certificate of no slot
-            if connection is not None and connection.transport is not None:
+            pass
+        finally:
+            if connection is not None and connection.transport is not None and not is_member:
                 connection.transport.abort()
-        except asyncio.CancelledError:
-            if connection is not None and connection.transport is not None:
-                connection.transport.abort()
-            raise
 
     def _connect(self) -> Connection:
         return Connection(
@@ -212,11 +210,6 @@ class Server:
             read_bufsize=READ_BYTES,
             auto_decompress=False,
         )
-
-    def _forget(self, task: "asyncio.Task[None]") -> None:
-        self._strangers.discard(task)
-        if not task.cancelled():
-            task.result()
 
 
 async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> memoryview:

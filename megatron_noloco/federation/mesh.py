@@ -86,21 +86,27 @@ class Piece:
 
 
 class Offers:
-    """The pieces that this member offers, and the wishes for pieces that it does not offer yet. Thread-safe."""
+    """The pieces that this member offers, and the wishes for pieces that it does not offer yet. Thread-safe.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        wake: is called when there is a wish.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._lock, self._wake = threading.Lock(), wake
         self._pieces: dict[str, Piece] = {}
         self._wishes: dict[str, list[tuple[Member, Future[Piece]]]] = {}
         self._of_taker = Counter[Member]()  # wishes
         self._withdrawn: deque[str] = deque(maxlen=_REMEMBERED)
 
-    def offer(self, name: str, piece: Piece) -> None:
+    def offer(self, name: str, piece: Piece) -> set[Member]:
+        """Offer a piece; return who has waited for it."""
         with self._lock:
             self._pieces[name] = piece
             wishes = self._wishes.pop(name, [])
         for taker, wish in wishes:
             _settle(wish, piece if piece.to in (None, taker) else RefusedError(_ANOTHERS))
+        return {taker for taker, _ in wishes}
 
     def withdraw(self, prefix: str) -> None:
         """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
@@ -124,7 +130,7 @@ class Offers:
     def wish(self, name: str, taker: Member) -> "Future[Piece]":
         """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten."""
         wish = Future[Piece]()
-        found: Piece | RefusedError
+        found: Piece | RefusedError | None
         with self._lock:
             if (piece := self._pieces.get(name)) is not None:
                 found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
@@ -136,8 +142,11 @@ class Offers:
                 self._wishes.setdefault(name, []).append((taker, wish))
                 self._of_taker[taker] += 1
                 wish.add_done_callback(lambda _: self._forget(name, taker, wish))
-                return wish
-        _settle(wish, found)
+                found = None
+        if found is None:
+            self._wake()
+        else:
+            _settle(wish, found)
         return wish
 
     def _forget(self, name: str, taker: Member, wish: "Future[Piece]") -> None:
@@ -254,7 +263,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        """Bring a piece to a member that is known to want it, unless that member asks for it."""
+        """Bring a piece to a member that is known to want it, and has not asked for it yet."""
 
     @abstractmethod
     def close(self) -> None:
@@ -306,7 +315,7 @@ class Mesh:
 
     def __init__(self, statuses: Statuses, carriers: Sequence[Carrier]) -> None:
         self.me, self.statuses = statuses.me, statuses
-        self.offers, self.carriers = Offers(), carriers
+        self.offers, self.carriers = Offers(self.wake), carriers
         self.moved: dict[Member, float] = {}
         self._inbox, self._fetches = Inbox(), dict[tuple[Member, str], list[Fetch]]()
         self._changed, self._changes = threading.Condition(), 0
@@ -331,19 +340,18 @@ class Mesh:
     def members(self) -> Mapping[Member, Status]:
         """Return the members that are there, with the last status of each; of a slot only the latest process."""
         there = set[Member]().union(*(carrier.present() for carrier in self.carriers))
-        found: dict[Member, Status] = {self.me: self._own()}
-        for signed in self.statuses.newest():
-            if signed.member in there and not signed.has_left:
-                found[signed.member] = signed.status
-        return {member: found[member] for member in latest(found)}
+        return self._by_slot(lambda signed: signed.member in there and not signed.has_left)
 
     def known(self) -> Mapping[Member, Status]:
         """Return the members that are or were there, this member included, with the last status of each."""
-        found = {self.me: self._own()} | {signed.member: signed.status for signed in self.statuses.newest()}
-        return {member: found[member] for member in latest(found)}
+        return self._by_slot(lambda signed: True)
 
-    def _own(self) -> Status:
-        return {} if self.statuses.own is None else self.statuses.own.status
+    def _by_slot(self, is_shown: Callable[[SignedStatus], bool]) -> Mapping[Member, Status]:
+        own = self.statuses.own
+        found = {self.me.slot: (self.me, {} if own is None else own.status)}
+        for signed in filter(is_shown, self.statuses.newest()):
+            found[signed.member.slot] = signed.member, signed.status
+        return dict(found[slot] for slot in sorted(found))
 
     def reaches(self, member: Member) -> bool:
         """Return whether pieces pass between this member and another that is there."""
@@ -363,9 +371,8 @@ class Mesh:
             to: who fetches it; it is sent before it is asked for, where that is possible. None: any member may.
         """
         piece = Piece(content, to)
-        self.offers.offer(name, piece)
-        carrier = None if to is None else self._carrier_of(to)
-        if to is not None and carrier is not None:
+        takers = self.offers.offer(name, piece)
+        if to is not None and to not in takers and (carrier := self._carrier_of(to)) is not None:
             carrier.send(to, name, piece)
 
     def withdraw(self, prefix: str) -> None:
@@ -586,11 +593,3 @@ def in_thread(function: Callable[[], Value], name: str) -> "Future[Value]":
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return future
-
-
-def latest(members: Iterable[Member]) -> list[Member]:
-    """Return the latest member of each slot, by slot."""
-    newest: dict[int, Member] = {}
-    for member in members:
-        newest[member.slot] = max(member, newest.get(member.slot, member))
-    return [newest[slot] for slot in sorted(newest)]

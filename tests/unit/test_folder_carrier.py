@@ -357,10 +357,24 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
+def test_who_has_left_elsewhere_still_uses_the_folder(join_here: Federation, folder: Path) -> None:
+    """As where members also meet by HTTPS, and there the last status comes at once."""
+    a, b = join_here.of(2)
+    leaving = carrier_of(b)
+    leaving._closing.set()
+    leaving._thread.join()
+    b.statuses.sign({"phase": "left"})
+    assert b.statuses.own is not None
+    assert a.take(b.statuses.own)
+    a.close()
+    assert list((folder / RUN_NAME / "alive").glob(f"{b.me}~*"))
+    leaving._folder.finish(time.monotonic() + SECONDS)
+
+
 def test_a_piece_that_nobody_wants_is_removed(
     join_here: Federation, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_carrier, "LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr(folder_members, "LEFTOVER_SECONDS", 0.5)
     a, b = join_here.of(2)
     a.offer("unwanted", b"1", to=b.me)
     until(lambda: list(folder.rglob("p~*")))

@@ -288,7 +288,9 @@ def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptu
             opened = rogue.connect(one)
             opened.sendall(rogue.head("GET", path))
             opened.recv(2**10)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # cut, with a reset
+            opened.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # cut, with a reset
             opened.close()
             time.sleep(0.2)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
