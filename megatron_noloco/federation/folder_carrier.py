@@ -137,6 +137,9 @@ class FolderCarrier(Carrier):
         self._members.publish()
         self._stir.set()
 
+    def learn(self) -> None:
+        """Do nothing: the next look at the folder is soon."""
+
     def present(self) -> Collection[Member]:
         return self._members.present
 

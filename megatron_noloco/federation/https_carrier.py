@@ -57,7 +57,6 @@ from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece,
 
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
-_DIALLED_SECONDS = 1.0
 _MOST_DIALS, _MOST_FAR_DIALS = 8, 4  # at a time, of members that are there, and that are absent
 _RARE_SECONDS = 300.0  # a member that is absent for longer is dialled rarely
 _MOST_WISHES = 256  # of a member
@@ -109,6 +108,9 @@ class HttpsCarrier(Carrier):
 
     def publish(self) -> None:
         self._soon(self._publish)
+
+    def learn(self) -> None:
+        self._soon(self._refresh_soon, True)
 
     def present(self) -> Collection[Member]:
         return self._presence.present
@@ -232,8 +234,8 @@ class HttpsCarrier(Carrier):
             self._seeds = ()
         self._refresh_soon()
 
-    def _refresh_soon(self) -> None:
-        if self._presence.has_news and not self._refresh_is_due:
+    def _refresh_soon(self, is_new: bool = False) -> None:
+        if (is_new or self._presence.has_news) and not self._refresh_is_due:
             self._refresh_is_due = True
             self._loop.call_soon(self._refresh)
 
@@ -334,8 +336,6 @@ class HttpsCarrier(Carrier):
 
     async def _introduce(self, peer: Peer) -> None:
         """Bring the own status to a member that does not hold the own stream, and say that this member lives."""
-        if self._presence.is_dialled_by(peer):
-            await asyncio.sleep(_DIALLED_SECONDS)  # the other member opens a stream
         while True:
             peer.own_changed.clear()
             if peer.stream is None:

@@ -154,7 +154,7 @@ class Presence:
 
     def take(self, signed: SignedStatus) -> None:
         """Keep a status if it is new; raises ValueError for one that is not in order."""
-        self.has_news |= self.mesh.take(signed)
+        self.mesh.take(signed)
         self._update(signed.member.slot)
 
     def take_line(self, line: Mapping[str, object] | SignedStatus) -> None:

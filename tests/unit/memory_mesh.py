@@ -211,6 +211,9 @@ class MemoryCarrier(Carrier):
             if self.mesh.statuses.own is not None:
                 other.mesh.take(self.mesh.statuses.own)
 
+    def learn(self) -> None:
+        """Do nothing: the world sees all statuses."""
+
     def present(self) -> set[Member]:
         me, others = self.mesh.me, self._world.carriers
         return {other for other in others if other != me and self._world.sees(me, other)}
