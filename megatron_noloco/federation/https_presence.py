@@ -226,7 +226,7 @@ class Presence:
         self.has_news = False
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
-        is_small = sum(bool(peer.addresses) for peer in self.peers.values()) <= _ALL
+        is_small = len(self._dialable()) <= _ALL
         for peer in self.peers.values():
             is_missing = peer.stream is None and (is_small or peer.member in busy)
             peer.missing = min(peer.missing, self.clock()) if is_missing else math.inf
@@ -258,7 +258,7 @@ class Presence:
 
     def wanted(self, busy: Iterable[Member]) -> set[int]:
         """Return the slots whose streams this member holds: of many members some drawn ones, and the busy ones."""
-        dialable = [peer for peer in self.peers.values() if peer.addresses and not peer.signed.has_left]
+        dialable = self._dialable()
         if len(dialable) <= _ALL:
             return {peer.slot for peer in dialable}
         dialable.sort(key=lambda peer: hashlib.sha256(f"{self.mesh.me} {peer.member}".encode()).digest())
@@ -266,6 +266,9 @@ class Presence:
         far = [peer.slot for peer in dialable if not self.is_there(peer)]
         asked = {member.slot for member in busy} & {peer.slot for peer in dialable}
         return asked.union(near[:_DRAWN], far[:_DRAWN_ABSENT])
+
+    def _dialable(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.addresses and not peer.signed.has_left]
 
     # What others are told
 
@@ -283,7 +286,8 @@ class Presence:
         now, sights = self.clock(), dict[str, tuple[float, int]]()
         for peer in self.peers.values():
             if peer.member in self.present or told.get(peer.slot) is not peer.signed:
-                age = min(round(max(0.0, now - peer.seen), 1), 2 * LEASE_SECONDS)
+                is_there = peer.member in self.present
+                age = round(max(0.0, now - peer.seen), 1) if is_there else LEASE_SECONDS
                 sights[str(peer.member)] = age, peer.signed.number
                 told[peer.slot] = peer.signed
         return sights
