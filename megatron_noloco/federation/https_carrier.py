@@ -271,7 +271,7 @@ class HttpsCarrier(Carrier):
                 self.mesh.warn(str(error))
                 await asyncio.sleep(RARE_RETRY_SECONDS)
             except CONNECTION_ERRORS as error:
-                if _is_refusal(error) and turn % len(addresses) == 0:
+                if _is_refusal(error) and turn % len(addresses) == 0 and peer.stream is None:
                     self._presence.lose(peer, min(ended, self._presence.clock()))
             now = self._presence.clock()
             if peer.is_followed:  # an end is a hint: ask again at once

@@ -42,9 +42,10 @@ class Someone:
         run: int = RUN,
         digests: dict[str, str] | None = None,
         port: int = 0,
+        address: str = "",
     ) -> None:
         listener = socket.create_server(("127.0.0.1", port)) if listens else None
-        self.address = f"127.0.0.1:{listener.getsockname()[1]}" if listener else ""
+        self.address = address or (f"127.0.0.1:{listener.getsockname()[1]}" if listener else "")
         self.lines: list[str] = []
         self.carrier = HttpsCarrier(digests or {}, listener, seeds)
         self.me = Member(slot, time.time_ns())
@@ -158,6 +159,43 @@ def test_pieces_pass_both_ways_with_a_hidden_member(world: World) -> None:
         exchange(giver, taker, f"small/{number}")
         exchange(giver, taker, f"large/{number}", 2**22 + 1)
         ask_and_offer(giver, taker, f"late/{number}")
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_member_that_advertises_a_wrong_address_acts(tls: World, slot: int) -> None:
+    """As behind a router: the other one fails to dial it, and it holds a stream of the other."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        wrong = f"127.0.0.1:{closed.getsockname()[1]}"
+    one = tls.add(1)
+    other = tls.add(slot, [one], address=wrong)
+    tls.meet()
+    missed = list[float]()
+    end = time.monotonic() + 6.0
+    while time.monotonic() < end:
+        missed += [time.monotonic()] * (not one.sees(other))
+        time.sleep(0.02)
+    assert not missed, "its address refuses, and it is there"
+    for number, (giver, taker) in enumerate([(one, other), (other, one)]):
+        exchange(giver, taker, f"small/{number}")
+        exchange(giver, taker, f"large/{number}", 2**22 + 1)
+        ask_and_offer(giver, taker, f"late/{number}")
+
+
+def test_a_status_of_a_third_member_is_asked_for(tls: World) -> None:
+    """Of a hidden member, whose statuses only the middle one hears."""
+    middle = tls.add(0)
+    one = tls.add(1, [middle])
+    hidden = tls.add(2, [middle], listens=False)
+    tls.meet()
+    rogue = Rogue(tls, 3)
+    for names in ("", "x", f"{hidden.me}," * 100, str(rogue.me)):
+        assert b"200" in rogue.request(middle, "GET", f"status?of={names}")
+    one.carrier._soon(
+        one.carrier._take_line, one.carrier._presence.peers[0], {"seen": {"5.5": [0.1, 9], "x": 1}}
+    )
+    hidden.publish(step=7)
+    until(lambda: one.mesh.members()[hidden.me].get("step") == 7)
+    assert Member(5, 5) not in one.mesh.known()
 
 
 def test_two_hidden_members_see_and_do_not_reach_each_other(tls: World) -> None:
