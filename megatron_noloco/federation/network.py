@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
@@ -78,28 +79,24 @@ class Network:
             incarnation = max(later) + 1
 
     def _open(self, me: Member, stopped: Callable[[], bool]) -> Members:
-        listener = None if self.listen is None else self._listening(self.listen, me.slot)
-        try:
-            return self._open_at(listener, me, stopped)
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    def _open_at(self, listener: socket.socket | None, me: Member, stopped: Callable[[], bool]) -> Members:
         identity = None if self.keys is None else self.keys.identity(me.slot)
-        carriers: list[Carrier] = [HttpsCarrier(self.digests, listener, self.seeds)]
-        if self.folder is not None:
-            carriers.append(FolderCarrier(self.folder, self.digests))
-        mesh = Mesh(Statuses(self.run, me, identity), carriers)
+        with ExitStack() as opened:
+            listener = None
+            if self.listen is not None:
+                listener = opened.enter_context(closing(self._listening(self.listen, me.slot)))
+            carriers: list[Carrier] = [HttpsCarrier(self.digests, listener, self.seeds)]
+            if self.folder is not None:
+                carriers.append(FolderCarrier(self.folder, self.digests))
+            mesh = Mesh(Statuses(self.run, me, identity), carriers)
+            opened.pop_all()
         addresses = self._addresses(listener)
         for line in self._doubts(addresses):
             mesh.warn(line)
         is_hidden = not addresses and self.folder is None
         members = Members(mesh, replace(self.first, addresses=addresses, hidden=is_hidden), stopped)
         members.run = self.run
-        is_found = mesh.clock() + _FIRST_SECONDS * bool(self.seeds)
-        mesh.wait(lambda: any(one != me for one in mesh.known()), is_found)
+        limit = mesh.clock() + _FIRST_SECONDS * bool(self.seeds)
+        mesh.wait(lambda: any(one != me for one in mesh.known()), limit)
         return members
 
     def _addresses(self, listener: socket.socket | None) -> list[str]:

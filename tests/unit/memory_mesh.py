@@ -224,9 +224,18 @@ class MemoryCarrier(Carrier):
 
     def ask(self, fetch: Fetch) -> None:
         world, me, giver, name = self._world, self.mesh.me, fetch.giver, fetch.name
-        other, answers = world.carriers.get(giver), list[bool]()
+        other, answers, wishes = world.carriers.get(giver), list[bool](), list[Future[Piece]]()
+
+        def wish() -> None:
+            while wishes:
+                wishes.pop().cancel()
+            assert other is not None
+            wishes.append(other.mesh.offers.wish(name, me))
+            wishes[0].add_done_callback(answer)
 
         def answer(found: Future[Piece]) -> None:
+            if found.cancelled():
+                return
             refusal = found.exception()
             content = b"" if refusal else found.result().read()
 
@@ -244,8 +253,7 @@ class MemoryCarrier(Carrier):
             if fetch.outcome is None and other is not None:
                 world.at(5.0, ask)
             if fetch.outcome is None and other is not None and not answers:
-                wish = Message("ask", me, giver, name)
-                world.send(wish, 0, lambda: other.mesh.offers.wish(name, me).add_done_callback(answer))
+                world.send(Message("ask", me, giver, name), 0, wish)
 
         if not (fetch.is_sent and world.sends):
             ask()
@@ -282,6 +290,7 @@ class MemoryMesh(Mesh):
     def __init__(self, me: Member, hidden: bool, world: World) -> None:
         self.world = world
         super().__init__(Statuses(1, me, None), [MemoryCarrier(world, hidden)])
+        self.publish({})
 
     def clock(self) -> float:
         return self.world.now
