@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -183,35 +183,30 @@ class Inbox:
     """Pieces that came before this member has fetched them. The oldest go when a giver sends too many."""
 
     def __init__(self) -> None:
-        self._pieces: dict[Member, OrderedDict[str, Blob]] = {}
-        self._bytes: dict[Member, int] = {}
+        self._pieces = defaultdict[Member, dict[str, Blob]](dict)
         self._discarded: deque[tuple[Member, str]] = deque(maxlen=_REMEMBERED)
 
     def put(self, giver: Member, name: str, blob: Blob) -> None:
-        self.take(giver, name)
         if any(giver == other and name.startswith(prefix) for other, prefix in self._discarded):
             return
-        pieces = self._pieces.setdefault(giver, OrderedDict())
+        pieces = self._pieces[giver]
+        pieces.pop(name, None)  # the new one is the newest
         pieces[name] = blob
-        self._bytes[giver] = self._bytes.get(giver, 0) + len(blob)
-        while self._bytes[giver] > _MOST_INBOX_BYTES or len(pieces) > _MOST_INBOX_PIECES:
-            self.take(giver, next(iter(pieces)))
+        while len(pieces) > _MOST_INBOX_PIECES or sum(map(len, pieces.values())) > _MOST_INBOX_BYTES:
+            del pieces[next(iter(pieces))]
 
     def take(self, giver: Member, name: str) -> Blob | None:
-        blob = self._pieces.get(giver, OrderedDict()).pop(name, None)
-        if blob is not None:
-            self._bytes[giver] -= len(blob)
-        return blob
+        return self._pieces[giver].pop(name, None)
 
     def discard(self, giver: Member, prefix: str) -> None:
         """Keep no piece of a giver whose name begins so, from now on."""
         self._discarded.append((giver, prefix))
-        for name in [name for name in self._pieces.get(giver, ()) if name.startswith(prefix)]:
-            self.take(giver, name)
+        for name in [name for name in self._pieces[giver] if name.startswith(prefix)]:
+            del self._pieces[giver][name]
 
     def forget(self, gone: Callable[[Member], bool]) -> None:
         for giver in [giver for giver in self._pieces if gone(giver)]:
-            del self._pieces[giver], self._bytes[giver]
+            del self._pieces[giver]
 
 
 class Fetch:
