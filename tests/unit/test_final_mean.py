@@ -303,7 +303,7 @@ def test_a_proposal_that_is_no_tree_is_left_alone(parents: list[int]) -> None:
     slots = list(range(len(parents)))
     processes = _digest(Member(slot, 1) for slot in slots)
     proposal = FinalStatus(attempt=1, members=slots, processes=processes, parents=parents)
-    status = {**world.carriers[hostile.mesh.me].status, "phase": "ended", "mean": asdict(proposal)}
+    status = {**hostile.mesh.statuses.own.status, "phase": "ended", "mean": asdict(proposal)}
     hostile.mesh.publish(status)
 
     for slot in slots[2:]:
