@@ -5,10 +5,10 @@ The files from the bottom up; each imports only those of its own line and above:
 
 | files | what they are about |
 |---|---|
-| `mesh`, `compatibility` | the interface: members, statuses, pieces; which jobs fit together |
-| `keys`, `statuses` | the key, certificates; signed statuses, of each slot the newest |
+| `compatibility`, `keys`, `statuses` | which jobs fit together; certificates; members, and what each publishes |
+| `mesh` | the interface: members, statuses, pieces |
+| `https_server`, `https_presence`, `https_client`, `https_answers`, `https_carrier` | the carrier over HTTPS |
 | `visit` | a program that is no member asks a member |
-| `https_presence`, `https_client`, `https_answers`, `https_server`, `https_carrier` | the carrier over HTTPS |
 | `store`, `folder_members`, `folder_carrier` | the carrier through a folder or a bucket |
 | `members` | this replica among the others; lines on who comes and goes |
 | `network` | from the settings to the members: addresses, ports |

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+REFUSED = "refused: "
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8
 _NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
@@ -56,6 +57,11 @@ def differences(own: Mapping[str, str], theirs: Mapping[str, Any]) -> str:
     names = [name for name in names if _NAME.fullmatch(name)]
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def refusal(slot: int | str, own_slot: int, names: str) -> str:
+    """Return the line on another job that differs from this one in so named values."""
+    return f"{REFUSED}replica {slot} differs from replica {own_slot} in {names}"
 
 
 def _leaves(alike: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -35,7 +35,7 @@ from megatron_noloco.federation.catch_up import has_come, most_are_final
 from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.members import Members, Peer
-from megatron_noloco.federation.mesh import Blob, GoneError, LostError, Member, Patience, StalledError
+from megatron_noloco.federation.mesh import Blob, LostError, Member, Patience, StalledError
 from megatron_noloco.federation.rounds import FARTHEST, Replica
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
@@ -497,7 +497,7 @@ class _Leader:
         except UnequalError:
             self._refused.add(slot)
             raise
-        except (StalledError, GoneError):
+        except StalledError:
             (self._refused if self._answers(slot) else self._missed).add(slot)
             raise
 

@@ -18,7 +18,7 @@ So the owner of the folder can remove files, and cannot read them, forge them, o
 Neither can a third member. Without a key there are checksums, which show damage and nothing else.
 
 A piece that is sent lies in the taker's folder before the taker asks for it. The taker removes what it has read.
-What a member that is gone has left is removed by any other member after ten minutes or more.
+What nobody has read is removed after ten minutes or more, by any other member if its taker is gone.
 
 Nobody sees progress while a file is being written. So a folder that takes longer than `mesh.PATIENCE_SECONDS` for
 one piece is too slow for a round.
@@ -29,16 +29,15 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_members import (
-    LEFTOVER_SECONDS,
     MOST_ADDED,
     FolderMembers,
     RunFolder,
@@ -47,22 +46,15 @@ from megatron_noloco.federation.folder_members import (
 )
 from megatron_noloco.federation.mesh import (
     MOST_PIECE_BYTES,
-    Answer,
     Carrier,
     Fetch,
-    GoneError,
     Member,
     Mesh,
     Piece,
     RefusedError,
-    Status,
+    StalledError,
 )
-from megatron_noloco.federation.statuses import Statuses
 from megatron_noloco.federation.store import Store
-from megatron_noloco.files import outside
-
-if TYPE_CHECKING:
-    from megatron_noloco.federation.keys import Identity
 
 _WISH = re.compile(r"q~(\d{1,4}\.\d{1,19})~([A-Za-z0-9_-]+)")
 _PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
@@ -110,41 +102,28 @@ class FolderCarrier(Carrier):
     Args:
         store: the rendezvous folder.
         digests: see `compatibility.digests_of`.
-        identity: of this process; None: nothing is encrypted.
-        warn: takes a line for the user.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        run: int,
-        digests: Mapping[str, str],
-        identity: "Identity | None",
-        warn: Callable[[str], None],
-    ) -> None:
-        self._folder, self._run, self._identity = RunFolder(store, run, digests, warn), run, identity
+    def __init__(self, store: Store, digests: Mapping[str, str]) -> None:
+        self._store, self._digests = store, digests
         self._pace = _FOLDER_PACE if store.is_local else _BUCKET_PACE
-        self._seal, self._seals = Seal(identity.folder_key if identity else None), dict[Member, Seal]()
+        self._seals = dict[Member, Seal]()
         self._lock, self._stir, self._closing = threading.RLock(), threading.Event(), threading.Event()
         self._watches = dict[str, _Watch]()  # by file
-        self._wishes = dict[tuple[Member, str], Answer]()
-        self._writing, self._given = set[tuple[Member, str]](), WeakSet[Piece]()
-        # Files of the own inbox: which nobody needs any more, and which were there ten minutes ago.
-        self._unneeded, self._old, self._sweep_at = (
-            set[str](),
-            set[str](),
-            time.monotonic() + LEFTOVER_SECONDS,
-        )
+        self._wishes = dict[tuple[Member, str], Future[Piece]]()
+        self._writing = set[tuple[Member, str]]()
+        self._unneeded = set[str]()  # files of the own inbox
 
     def start(self, mesh: Mesh) -> None:
         """See `Carrier`. Raises UserError for a folder that cannot be used."""
         super().start(mesh)
-        self._me = str(mesh.me)
+        self._identity, self._me = mesh.statuses.identity, str(mesh.me)
+        self._folder = RunFolder(self._store, mesh, self._digests)
+        self._seal = Seal(self._identity.folder_key if self._identity else None)
         self._inbox = self._folder.store.below(f"to/{self._me}")
         try:
-            self._folder.create(mesh.me.incarnation)
-            statuses = Statuses(self._run, mesh.me, self._identity)
-            self._members = FolderMembers(mesh, self._folder, self._seal, statuses, self._pace.resting)
+            self._folder.create()
+            self._members = FolderMembers(mesh, self._folder, self._seal, self._pace.resting)
         except OSError as error:
             raise UserError(f"federation.rendezvous: {error}") from None
         self._folder.start_workers()
@@ -154,19 +133,15 @@ class FolderCarrier(Carrier):
     def failure(self) -> BaseException | None:
         return self._folder.failure
 
-    def publish(self, status: Status) -> None:
-        self._members.publish(status)
+    def publish(self) -> None:
+        self._members.publish()
         self._stir.set()
 
-    def members(self) -> Mapping[Member, Status]:
+    def learn(self) -> None:
+        """Do nothing: the next look at the folder is soon."""
+
+    def present(self) -> Collection[Member]:
         return self._members.present
-
-    def known(self) -> Mapping[Member, Status]:
-        return {member: signed.status for member, signed in self._members.known().items()}
-
-    def addresses(self) -> list[str]:
-        """Return the addresses of members that have not left, first of members that are there."""
-        return self._members.addresses()
 
     def reaches(self, member: Member) -> bool:
         return member in self._members.present
@@ -174,10 +149,10 @@ class FolderCarrier(Carrier):
     def ask(self, fetch: Fetch) -> None:
         giver, name = fetch.giver, fetch.name
         if (seal := self._seal_with(giver)) is None:
-            self.mesh.refuse(fetch, GoneError("is not there"))
+            self.mesh.cancel(fetch, StalledError("is not there"))
             return
         if len(name.encode()) > _MOST_WISH_BYTES:
-            self.mesh.refuse(fetch, RefusedError("the name of the piece is too long"))
+            self.mesh.refuse(giver, name, "the name of the piece is too long")
             return
         file = self._file_of(seal, giver, self.mesh.me, name)
         with self._lock:
@@ -190,8 +165,7 @@ class FolderCarrier(Carrier):
         self._stir.set()
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        if piece not in self._given:  # a wish waited for it
-            self._give(to, name, piece)
+        self._give(to, name, piece)
 
     def close(self) -> None:
         """Say that this member has left, and end. A folder that does not answer is left after seconds."""
@@ -231,21 +205,15 @@ class FolderCarrier(Carrier):
         self._folder.attempt(lambda: names.extend(self._inbox.names()))
         with self._lock:
             files = [name for name in names if name not in self._unneeded]
-            watches = {file: self._watches[file] for file in files if file in self._watches}
-            now = time.monotonic()
-            come = {file: watch for file, watch in watches.items() if watch.read_at <= now}
+            awaited = ((file, self._watches[file]) for file in files if file in self._watches)
+            come = {file: watch for file, watch in awaited if watch.read_at <= time.monotonic()}
             for watch in come.values():
                 watch.read_at = watch.wish_at = math.inf
         for file, watch in come.items():
             self._folder.submit(partial(self._take, file, watch))
         heard = [file for file in files if self._hear(file)]
         for taker, name in [wish for wish in list(self._wishes) if not self.reaches(wish[0])]:
-            if (answer := self._wishes.pop((taker, name), None)) is not None:
-                self.mesh.offers.unwish(name, taker, answer)
-        if now > self._sweep_at:
-            self._sweep_at = now + LEFTOVER_SECONDS
-            self._unneeded |= self._old & set(files) - watches.keys()
-            self._old = set(files)
+            self._wishes.pop((taker, name)).cancel()
         return bool(come or heard)
 
     def _remove_unneeded(self) -> None:
@@ -270,9 +238,7 @@ class FolderCarrier(Carrier):
         if content[:1] == _PIECE:
             self.mesh.receive(watch.giver, watch.name, content[1:])
             return
-        reason = outside(bytes(content[1:]).decode(errors="replace"))
-        for fetch in list(watch.fetches):
-            self.mesh.refuse(fetch, RefusedError(reason))
+        self.mesh.refuse(watch.giver, watch.name, bytes(content[1:]).decode(errors="replace"))
 
     def _forget(self, file: str, fetch: Fetch) -> None:
         """Wait no more for a fetch that is over."""
@@ -324,24 +290,25 @@ class FolderCarrier(Carrier):
         except ValueError:  # is not from whom it claims
             return False
 
-        def answer(found: Piece | RefusedError) -> None:
-            self._wishes.pop((taker, name), None)
-            if isinstance(found, Piece):
-                self._give(taker, name, found)
-            else:
-                reason = _REASON + str(found).encode()[:_MOST_REASON_BYTES]
-                self._folder.submit(partial(self._write, taker, name, reason))
-
-        self._wishes[taker, name] = answer
-        self.mesh.offers.wish(name, taker, answer)
+        if (taker, name) not in self._wishes or self._wishes[taker, name].done():
+            self._wishes[taker, name] = wish = self.mesh.offers.wish(name, taker)
+            wish.add_done_callback(partial(self._answer, taker, name))
         return True
+
+    def _answer(self, taker: Member, name: str, wish: "Future[Piece]") -> None:
+        try:
+            self._give(taker, name, wish.result())
+        except RefusedError as error:
+            reason = _REASON + str(error).encode()[:_MOST_REASON_BYTES]
+            self._folder.submit(partial(self._write, taker, name, reason))
+        except CancelledError:
+            pass
 
     # Pieces for others
 
     def _give(self, taker: Member, name: str, piece: Piece) -> None:
         """Have a piece written, unless it is about to be: it was sent, and is asked for."""
         with self._lock:
-            self._given.add(piece)
             if (taker, name) in self._writing:
                 return
             self._writing.add((taker, name))
@@ -377,7 +344,8 @@ class FolderCarrier(Carrier):
         with self._lock:
             if member not in self._seals:
                 self._seals = {other: seal for other, seal in self._seals.items() if self.reaches(other)}
-                if (signed := self._members.known().get(member)) is None:  # a later process is there by now
+                signed = self.mesh.statuses.of(member.slot)
+                if signed is None or signed.member != member:  # a later process is there by now
                     return None
                 self._seals[member] = Seal(self._identity.pair_key(signed.certificate))
             return self._seals[member]

@@ -25,16 +25,9 @@ from typing import Any, NamedTuple
 
 from megatron_noloco.federation.compatibility import differences
 from megatron_noloco.federation.keys import Seal
-from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.federation.statuses import (
-    MOST_SIGNED_BYTES,
-    SignedStatus,
-    Statuses,
-    addresses_in,
-    object_in,
-)
+from megatron_noloco.federation.mesh import Member, Mesh
+from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, object_in
 from megatron_noloco.federation.store import Store
-from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
 MOST_ADDED = 64  # bytes; more than a seal adds
@@ -42,7 +35,6 @@ LEFTOVER_SECONDS = 600.0
 _WORKERS = 8
 _MOST_RUNS = 20  # whose digests are read
 _MOST_DIGESTS_BYTES = 2**16
-_MOST_LINES = 100  # others may cause them
 _RUN = re.compile(r"[0-9a-f]{16}")
 _EARLIER_VERSION = re.compile(r"rank_\d{5}_[0-9a-f]{16}\.json")
 _SIGN = re.compile(r"(\d{1,4}\.\d{1,19})~(\d{1,12})~(\d{1,12})~([0-9a-f]{32})~([\w=-]{0,120})")
@@ -60,30 +52,26 @@ class RunFolder:
 
     Args:
         rendezvous: the folder that has a folder for each run.
-        warn: takes a line for the user.
 
     Attributes:
         failure: an exception of a thread, which is a bug.
     """
 
-    def __init__(
-        self, rendezvous: Store, run: int, digests: Mapping[str, str], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, rendezvous: Store, mesh: Mesh, digests: Mapping[str, str]) -> None:
         self.failure: BaseException | None = None
-        self.run = f"{run:016x}"
+        self.run = f"{mesh.statuses.run:016x}"
         self.store = rendezvous.below(self.run)
         self.url = rendezvous.url
-        self._rendezvous, self._digests = rendezvous, digests
-        self._warn, self._warned = warn, set[str]()
+        self._rendezvous, self._mesh, self._digests = rendezvous, mesh, digests
         self._tasks: PriorityQueue[tuple[int, int, Callable[[], object] | None]] = PriorityQueue()
         self._order = itertools.count()
         self._workers = list[threading.Thread]()
 
-    def create(self, incarnation: int) -> None:
+    def create(self) -> None:
         """Write what jobs of other runs learn of this run. Raises OSError for a folder that cannot be used."""
         self._rendezvous.create()
         self.store.create()
-        content = {"incarnation": incarnation, "digests": dict(self._digests)}
+        content = {"incarnation": self._mesh.me.incarnation, "digests": dict(self._digests)}
         self.store.put("digests.json", json.dumps(content).encode())
 
     def why_alone(self) -> Iterator[str]:
@@ -119,11 +107,8 @@ class RunFolder:
     # Errors
 
     def say(self, problem: str | OSError) -> None:
-        """Warn once of each problem."""
-        line = outside(re.sub(rf"/{self.run}(/[^:]*)?", "", str(problem)))
-        if line not in self._warned and len(self._warned) < _MOST_LINES:
-            self._warned.add(line)
-            self._warn(line)
+        """Warn of a problem, without the name of the file, so that each kind is told once."""
+        self._mesh.warn(re.sub(rf"/{self.run}(/[^:]*)?", "", str(problem)))
 
     def attempt(self, call: Callable[[], object]) -> bool:
         """Return whether a call works; warn if it raises OSError."""
@@ -192,16 +177,16 @@ class FolderMembers:
 
     Args:
         seal: of the folder key.
-        statuses: is used under the lock of this object.
         look_seconds: between two looks at the signs.
+
+    Attributes:
+        present: the other members that are there.
     """
 
-    def __init__(
-        self, mesh: Mesh, folder: RunFolder, seal: Seal, statuses: Statuses, look_seconds: float
-    ) -> None:
-        self.present: Mapping[Member, Status] = {}
-        self._mesh, self._me = mesh, str(mesh.me)
-        self._folder, self._seal, self._statuses = folder, seal, statuses
+    def __init__(self, mesh: Mesh, folder: RunFolder, seal: Seal, look_seconds: float) -> None:
+        self.present = frozenset[Member]()
+        self._mesh, self._me, self._statuses = mesh, str(mesh.me), mesh.statuses
+        self._folder, self._seal = folder, seal
         self._alive = folder.store.below("alive")
         self._look_seconds = look_seconds
         self._lock = threading.RLock()
@@ -219,21 +204,9 @@ class FolderMembers:
             if member.slot == mesh.me.slot:
                 self._read(member, self._signs[member])
 
-    def publish(self, status: Status) -> None:
-        with self._lock:
-            self._statuses.sign(status)
-            self._beat_at = 0.0
-
-    def known(self) -> dict[Member, SignedStatus]:
-        """Return the newest status of each other slot."""
-        with self._lock:
-            return {signed.member: signed for signed in self._statuses.newest.values()}
-
-    def addresses(self) -> list[str]:
-        """Return the addresses of all members that have not left, first of members that are there."""
-        known = [signed for signed in self.known().values() if not _has_left(signed)]
-        known.sort(key=lambda signed: signed.member not in self.present)
-        return list(dict.fromkeys(address for signed in known for address in addresses_in(signed.status)))
+    def publish(self) -> None:
+        """Write the own status soon."""
+        self._beat_at = 0.0
 
     def tend(self) -> float:
         """Do what is due; return when to call again."""
@@ -262,14 +235,20 @@ class FolderMembers:
     def leave(self) -> bool:
         """Write a last status; return whether nobody else is in the folder. Raises OSError."""
         own = self._statuses.own
-        if own is not None and not _has_left(own):
-            self.publish({**own.status, "phase": "left"})
+        if own is not None and not own.has_left:
+            self._statuses.sign({**own.status, "phase": "left"})
         self._write_sign()
         self._look()
         for member in self._members_to_read():
             self._read(member, self._signs[member])
-        others = self._statuses.newest.values()
-        return not (self._has_strangers or self._members_to_read()) and all(map(_has_left, others))
+        return not (self._has_strangers or self._members_to_read()) and all(map(self._has_left, self._signs))
+
+    def _has_left(self, member: Member) -> bool:
+        """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
+        signed, sign = self._statuses.of(member.slot), self._signs[member]
+        if signed is None or not signed.has_left:
+            return False
+        return signed.member > member or sign.number >= signed.number
 
     # The own sign
 
@@ -279,10 +258,8 @@ class FolderMembers:
         return any(made)
 
     def _write_sign(self) -> None:
-        with self._lock:
-            self._beat_at = time.monotonic() + _BEAT_SECONDS
-            own = self._statuses.own
-        if own is None:
+        self._beat_at = time.monotonic() + _BEAT_SECONDS
+        if (own := self._statuses.own) is None:
             return
         if self._make_folders():
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
@@ -340,7 +317,7 @@ class FolderMembers:
 
         All members have the key of the names, and so do those whose time is over.
         """
-        identity, known = self._statuses.identity, self._statuses.newest.get(member.slot)
+        identity, known = self._statuses.identity, self._statuses.of(member.slot)
         if identity is None or known is None or known.member != member:
             return True
         try:
@@ -355,14 +332,10 @@ class FolderMembers:
 
     def _members_to_read(self) -> list[Member]:
         """Return the members that have a newer status than the known one of their slot."""
-
-        def is_newer(member: Member, number: int) -> bool:
-            known = self._statuses.newest.get(member.slot)
-            is_earlier_self = member.slot == self._mesh.me.slot and member < self._mesh.me
-            return not is_earlier_self and (known is None or (known.member, known.number) < (member, number))
-
         with self._lock:
-            return [member for member, sign in self._signs.items() if is_newer(member, sign.number)]
+            return [
+                member for member, sign in self._signs.items() if self._statuses.lacks(member, sign.number)
+            ]
 
     def _read(self, member: Member, sign: _Sign) -> None:
         """Read a status. What cannot be read is tried again at the next look, in a later sign."""
@@ -370,8 +343,8 @@ class FolderMembers:
             sealed = self._alive.get(sign.file, MOST_SIGNED_BYTES + MOST_ADDED)
             signed = SignedStatus.parse(object_in(self._seal.open(sign.file, sealed)))
             if (signed.member, signed.number) == (member, sign.number):
+                self._mesh.take(signed)
                 with self._lock:
-                    self._statuses.take(signed)
                     if not self._is_of(member, self._signs.get(member, sign)):
                         del self._signs[member]  # its own comes at the next look
         except (FileNotFoundError, ValueError):
@@ -385,17 +358,17 @@ class FolderMembers:
     def _judge(self) -> None:
         """Say who is there, as far as the last look tells."""
         with self._lock:
-            present = {
-                signed.member: signed.status
-                for signed in self._statuses.newest.values()
-                if (sign := self._signs.get(signed.member))
-                and self._looked < sign.changed + sign.lease
-                and not _has_left(signed)
-            }
-            if present == self.present:
-                return
-            self.present = present
-        self._mesh.wake()
+            present = frozenset(
+                member
+                for member, sign in self._signs.items()
+                if self._looked < sign.changed + sign.lease
+                and (signed := self._statuses.of(member.slot)) is not None
+                and signed.member == member
+                and not signed.has_left
+            )
+            is_new, self.present = present != self.present, present
+        if is_new:
+            self._mesh.wake()
 
     # What is left
 
@@ -424,9 +397,11 @@ class FolderMembers:
             for name in self._folder.store.below(folder).names()
             if is_gone(member_in(name.partition("~")[0]))
         ]
+        inbox = f"to/{self._me}"
+        files += [f"{inbox}/{name}" for name in self._folder.store.below(inbox).names()]
         for file in self._left_over & set(files):
             with suppress(OSError):  # of a process of another user
-                if file.startswith("to/"):
+                if member_in(file.removeprefix("to/")) is not None:
                     self._folder.store.below(file).remove_all()
                 else:
                     self._folder.store.remove([file])
@@ -439,7 +414,3 @@ def member_in(name: str) -> Member | None:
         return Member.parse(name)
     except ValueError:
         return None
-
-
-def _has_left(signed: SignedStatus) -> bool:
-    return signed.status.get("phase") == "left"

@@ -1,28 +1,33 @@
-"""Requests of a member to others, and the search for the first of them."""
+"""Requests to members, of members and of commands; and the search for the first member."""
 
 import asyncio
 import json
+import os
 import socket
 import ssl
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from typing import Any
 
 import aiohttp
 from aiohttp import ClientResponse, ClientSession, ClientTimeout, StreamReader, web
 from yarl import URL
 
-from megatron_noloco.federation.compatibility import differences
+from megatron_noloco.federation.compatibility import differences, refusal
 from megatron_noloco.federation.https_presence import Presence
-from megatron_noloco.federation.https_server import KEEP_ALIVE_SECONDS, READ_BYTES, open_socket
-from megatron_noloco.federation.keys import ANY_MEMBER, Identity, host_name
-from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Mesh
-from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, object_in, split_address
-from megatron_noloco.federation.visit import MEMBER, why_not
-from megatron_noloco.files import outside
+from megatron_noloco.federation.https_server import KEEP_ALIVE_SECONDS, READ_BYTES, open_socket, receive
+from megatron_noloco.federation.keys import ANY_MEMBER, host_name
+from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, PATIENCE_SECONDS, Member
+from megatron_noloco.federation.statuses import (
+    MOST_SIGNED_BYTES,
+    SignedStatus,
+    Statuses,
+    object_in,
+    split_address,
+)
 
+MEMBER = "Noloco-Member"  # header with the name of the asking member
 DIGESTS = "Noloco-Digests"  # header with what the asking job has, JSON
 RARE_RETRY_SECONDS = 30.0
 CONNECTION_ERRORS = (
@@ -40,47 +45,16 @@ _MOST_CONNECTIONS = {
 }  # to a member, by their use; 0: as many as are needed
 _CLOSE_SECONDS = 0.5
 _LOOK_SECONDS, _SELDOM = 1.0, 10
+_FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
-_MOST_WARNINGS = 256
 
 
 class OtherRunError(ConnectionError):
-    """The other side is a job of another run."""
+    """The other side is a job of another run; the message is a line on in what it differs."""
 
 
 class OwnAddressError(ConnectionError):
     """This process itself has answered."""
-
-
-@dataclass
-class Job:
-    """What the parts of a carrier share.
-
-    Attributes:
-        warn_user: writes a line for the user.
-        spawn: runs a coroutine beside the others.
-    """
-
-    run: int
-    digests: Mapping[str, str]
-    identity: Identity | None
-    mesh: Mesh
-    presence: Presence
-    warn_user: Callable[[str], object]
-    spawn: Callable[[Any], "asyncio.Task[None]"]
-    _warnings: set[str] = field(default_factory=set)
-
-    def warn(self, line: str) -> None:
-        """Write a line, once."""
-        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
-            self._warnings.add(line)
-            self.warn_user(line)
-
-    def warn_of_run(self, name: str, digests: Any) -> None:
-        """Say in what a member of another run differs."""
-        differing = differences(self.digests, digests if isinstance(digests, dict) else {}) or "its run"
-        who = f"replica {outside(name).partition('.')[0]}"
-        self.warn(f"refused: {who} differs from replica {self.mesh.me.slot} in {differing}")
 
 
 class Client:
@@ -88,15 +62,20 @@ class Client:
 
     A connection that was idle is slow at first, and aiohttp takes the one that was idle for longest. So each use
     has connections of its own, and bulk has few.
+
+    Args:
+        statuses: of who sends them.
+        digests: of what all jobs of the run have alike; None: of no job.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, statuses: Statuses, digests: Mapping[str, str] | None) -> None:
+        self._statuses, self._digests = statuses, digests or {}
+        self._headers = {} if digests is None else {DIGESTS: json.dumps(digests, separators=(",", ":"))}
         self._sockets = weakref.WeakSet[socket.socket]()
         self._sessions = {use: self._session(most) for use, most in _MOST_CONNECTIONS.items()}
 
     def _session(self, most: int) -> ClientSession:
-        identity = self._job.identity
+        identity = self._statuses.identity
         connector = aiohttp.TCPConnector(
             limit=0,
             limit_per_host=most,
@@ -109,7 +88,7 @@ class Client:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BYTES,
-            headers={MEMBER: str(self._job.mesh.me)},
+            headers={MEMBER: str(self._statuses.me)},
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=PATIENCE_SECONDS),
         )
@@ -122,27 +101,51 @@ class Client:
         Args:
             use: "bulk" for pieces that are brought, "pieces" for those that are asked for, or "small".
         """
-        scheme = "http" if self._job.identity is None else "https"
-        if self._job.identity is not None:
+        scheme = "http" if self._statuses.identity is None else "https"
+        if self._statuses.identity is not None:
             options["server_hostname"] = ANY_MEMBER if slot is None else host_name(slot)
         if path.startswith("status"):
-            options["headers"] = {DIGESTS: json.dumps(self._job.digests, separators=(",", ":"))}
-        url = URL(f"{scheme}://{address}/run/{self._job.run:016x}/{path}", encoded=True)
+            options["headers"] = self._headers
+        url = URL(f"{scheme}://{address}/run/{self._statuses.run:016x}/{path}", encoded=True)
         return self._sessions[use].request(method, url, allow_redirects=False, **options)
+
+    async def lines(self, address: str, slot: int | None, path: str) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the objects of an answer that is lines of JSON."""
+        async with self.request("GET", address, slot, path) as answer:
+            await self.check(answer)
+            async for line in _lines_of(answer.content):
+                yield line
+
+    async def piece(
+        self, address: str, slot: int, path: str, note: Callable[[], object] = lambda: None
+    ) -> memoryview | str | None:
+        """Return a piece, or why it never comes; None: it is not offered yet."""
+        async with self.request("GET", address, slot, path, "pieces") as answer:
+            if answer.status == 204:
+                return None
+            if answer.status == 410:
+                return (await read_small(answer.content)).decode(errors="replace")
+            await self.check(answer)
+            size = answer.content_length
+            if size is None or size > MOST_PIECE_BYTES:
+                raise ConnectionError("too large a piece")
+            return await receive(answer.content, size, note)
 
     async def check(self, answer: ClientResponse) -> None:
         """Raise ConnectionError for an answer other than 200."""
         if answer.status == 409:
+            content = dict[str, Any]()
             with suppress(ValueError):
                 content = object_in(await read_small(answer.content))
-                self._job.warn_of_run(str(content.get("member")), content.get("digests"))
-            raise OtherRunError
+            raise OtherRunError(
+                difference(self._statuses, self._digests, str(content.get("member")), content.get("digests"))
+            )
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
 
     async def introduce(self, address: str, slot: int | None) -> SignedStatus:
         """Bring the own status to a member, and return it."""
-        own = self._job.presence.statuses.own
+        own = self._statuses.own
         assert own is not None
         async with self.request("PUT", address, slot, "status", data=own.line) as answer:
             await self.check(answer)
@@ -170,36 +173,33 @@ class Seeds:
     """The search for members at addresses of the rendezvous.
 
     Args:
-        addresses_to_try: returns addresses, HOST:PORT; may block, may raise OSError.
+        addresses: HOST:PORT.
+        spawn: runs a coroutine beside the others.
         refresh: is called when members were found.
     """
 
     def __init__(
         self,
-        job: Job,
+        presence: Presence,
         client: Client,
-        addresses_to_try: Callable[[], Sequence[str]],
+        addresses: Sequence[str],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
         refresh: Callable[[], object],
     ) -> None:
-        self._job, self._client, self._refresh = job, client, refresh
-        self._addresses_to_try = addresses_to_try
+        self._presence, self._client, self._addresses = presence, client, addresses
+        self._spawn, self._refresh = spawn, refresh
         self._own, self._visits = set[str](), set[str]()
         self._unanswered = dict[str, tuple[float, str]]()  # since when, and why
         self._has_answers = False
 
     async def look(self) -> None:
-        """Look for members, often while there are none. File systems and name servers may block."""
-        presence, looks = self._job.presence, 0
+        """Look for members, often while there are none."""
+        looks = 0
         while True:
-            if not presence.present or looks % _SELDOM == 0:
-                try:
-                    found = await asyncio.get_running_loop().run_in_executor(None, self._addresses_to_try)
-                except OSError as error:
-                    self._job.warn(f"federation.rendezvous: {outside(str(error))}")
-                    found = ()
-                in_use = {peer.address for peer in presence.peers.values() if peer.is_followed}
-                for address in set(found) - self._own - self._visits - in_use:
-                    self._job.spawn(self._visit(address))
+            if not self._presence.present or looks % _SELDOM == 0:
+                in_use = {peer.address for peer in self._presence.peers.values() if peer.is_followed}
+                for address in set(self._addresses) - self._own - self._visits - in_use:
+                    self._spawn(self._visit(address))
                 self._warn_of_nobody()
             looks += 1
             await asyncio.sleep(_LOOK_SECONDS)
@@ -214,58 +214,95 @@ class Seeds:
             self._refresh()
         except OwnAddressError:
             self._own.add(address)
-        except OtherRunError:
+        except OtherRunError as error:
             self._has_answers = True
+            self._presence.mesh.warn(str(error))
             await asyncio.sleep(RARE_RETRY_SECONDS)
         except CONNECTION_ERRORS as error:
-            since, _ = self._unanswered.get(address, (self._job.presence.clock(), ""))
-            self._unanswered[address] = since, await self._why(address, error)
+            since, _ = self._unanswered.get(address, (self._presence.clock(), ""))
+            is_encrypted = self._presence.statuses.identity is not None
+            self._unanswered[address] = since, await why_not(address, error, is_encrypted)
         finally:
             self._visits.discard(address)
 
     async def _meet(self, address: str) -> None:
-        presence, first = self._job.presence, None
-        async with self._client.request("GET", address, None, "status?once") as answer:
-            await self._client.check(answer)
-            async for line in lines_of(answer.content):
-                first = first or line.get("member")
-                if first == str(presence.me):
-                    raise OwnAddressError
-                presence.take_line(line)
+        first: SignedStatus | None = None
+        async with aclosing(self._client.lines(address, None, "status?once")) as lines:
+            async for line in lines:
+                if first is None:
+                    first = first_status(line, self._presence.mesh.me)
+                else:
+                    self._presence.take_line(line)
+        if first is None:
+            raise ConnectionError("there is no status")
+        self._presence.take_line(first)  # who waits for anybody knows all by now
         await self._client.introduce(address, None)
-        for peer in presence.peers.values():
-            if str(peer.member) == first:
-                peer.seed = address
-                presence.hear(peer)
+        if (peer := self._presence.peer_of(first.member)) is not None:
+            peer.seed = address
+            self._presence.hear(peer)
 
     def _warn_of_nobody(self) -> None:
-        now = self._job.presence.clock()
+        now = self._presence.clock()
         reasons = [why for since, why in self._unanswered.values() if now - since >= PATIENCE_SECONDS]
-        if reasons and not self._has_answers and not self._job.presence.present:
-            self._job.warn(
+        if reasons and not self._has_answers and not self._presence.present:
+            self._presence.mesh.warn(
                 f"federation.rendezvous: {'; '.join(reasons[:_MOST_NAMED])}; does a job listen there, and is the "
                 "port open?"
             )
 
-    async def _why(self, address: str, error: Exception) -> str:
-        """Return why no member answers at an address."""
-        has_connected = True
-        if isinstance(error, aiohttp.ClientConnectorError):
-            error, is_name = error.os_error, isinstance(error, aiohttp.ClientConnectorDNSError)
-            has_connected = isinstance(error, ssl.SSLError)
-            error = socket.gaierror(0, error.strerror or str(error)) if is_name else error
-        elif isinstance(error, aiohttp.ConnectionTimeoutError):  # before or in the handshake
-            host, port = split_address(address)
-            try:
-                async with asyncio.timeout(_CONNECT_SECONDS):
-                    _, writer = await asyncio.open_connection(host, port)
-                writer.transport.abort()
-            except (OSError, TimeoutError):
-                has_connected = False
-        return why_not(address, error, has_connected, self._job.identity is not None)
+
+def first_status(line: Mapping[str, Any], me: Member) -> SignedStatus:
+    """Return the status of who answers. Raises ConnectionError."""
+    try:
+        signed = SignedStatus.parse(line)
+    except ValueError:
+        raise ConnectionError("the first line is no status") from None
+    if signed.member == me:
+        raise OwnAddressError
+    return signed
 
 
-async def lines_of(content: StreamReader) -> AsyncIterator[dict[str, Any]]:
+def pauses() -> Iterator[float]:
+    """Yield the seconds before each next try."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LAST_PAUSE)
+
+
+def difference(statuses: Statuses, own: Mapping[str, str], name: str, digests: Any) -> str:
+    """Return a line on in what a job of another run differs."""
+    names = differences(own, digests if isinstance(digests, dict) else {}) or "its run"
+    return refusal(name.partition(".")[0], statuses.me.slot, names)
+
+
+async def why_not(address: str, error: Exception, is_encrypted: bool) -> str:
+    """Return why no job of this federation answers at an address."""
+    has_connected, nobody = True, f"nobody answers at {address}"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"{nobody}: its name is unknown ({error.os_error.strerror})"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        has_connected = isinstance(error.os_error, ssl.SSLError)
+        error = error.os_error
+    elif isinstance(error, aiohttp.ConnectionTimeoutError):  # before or in the handshake
+        host, port = split_address(address)
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                _, writer = await asyncio.open_connection(host, port)
+            writer.transport.abort()
+        except (OSError, TimeoutError):
+            has_connected = False
+    if isinstance(error, TimeoutError):
+        if has_connected:
+            return f"{address} answers, and goes silent: is the MTU of the route smaller than that of either host?"
+        return f"{nobody}: no answer, nor a refusal: its host is off, or a firewall drops what is sent there"
+    if isinstance(error, OSError) and error.errno and not has_connected:
+        return f"{nobody}: {os.strerror(error.errno)}"
+    what = "has another key" if is_encrypted else "expects encryption"
+    return f"the process at {address} {what}, or is of megatron_noloco 0.4 or earlier"
+
+
+async def _lines_of(content: StreamReader) -> AsyncIterator[dict[str, Any]]:
     """Yield the objects of a stream of lines; raises ConnectionError for another stream."""
     text = b""
     async for chunk in content.iter_any():

@@ -41,6 +41,7 @@ _OPTIONS = {
     (socket.IPPROTO_TCP, 25): 2**18,  # TCP_NOTSENT_LOWAT, which Python does not name
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): round(1000 * PATIENCE_SECONDS),
 }
+Write = Callable[[bytes], Awaitable[object]]
 _sockets = weakref.WeakSet[socket.socket]()
 _no_fork = threading.Lock()  # held while a socket is there and not yet among them
 
@@ -160,7 +161,7 @@ class Server:
                     continue
                 task = loop.create_task(self._admit(accepted, host))
                 self._strangers.add(task)
-                task.add_done_callback(self._forget)
+                task.add_done_callback(self._strangers.discard)
                 if len(self._strangers) > _MOST_STRANGERS:
                     random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
         finally:
@@ -176,6 +177,7 @@ class Server:
 
     async def _admit(self, accepted: socket.socket, host: str) -> None:
         connection: Connection | None = None
+        is_member = False
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 context = None if self._identity is None else self._identity.server
@@ -184,17 +186,14 @@ class Server:
                 )
                 if context is None:
                     await connection.is_admitted
-            if sum(other.slot == connection.slot for other in self.connections) > _MOST_OF_A_SLOT:
-                raise ConnectionError("too many connections")
-        except (ssl.SSLCertVerificationError, ssl.SSLError):
+            is_member = sum(other.slot == connection.slot for other in self.connections) <= _MOST_OF_A_SLOT
+        except ssl.SSLError:
             self._refuse(host)
         except (OSError, TimeoutError, ValueError):  # ValueError: a certificate of no slot
-            if connection is not None and connection.transport is not None:
+            pass
+        finally:
+            if connection is not None and connection.transport is not None and not is_member:
                 connection.transport.abort()
-        except asyncio.CancelledError:
-            if connection is not None and connection.transport is not None:
-                connection.transport.abort()
-            raise
 
     def _connect(self) -> Connection:
         return Connection(
@@ -211,11 +210,6 @@ class Server:
             read_bufsize=READ_BYTES,
             auto_decompress=False,
         )
-
-    def _forget(self, task: "asyncio.Task[None]") -> None:
-        self._strangers.discard(task)
-        if not task.cancelled():
-            task.result()
 
 
 async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> memoryview:
@@ -237,24 +231,28 @@ async def receive(content: StreamReader, size: int, note: Callable[[], object]) 
     return blob
 
 
-async def send(piece: Piece, write: Callable[[bytes], Awaitable[object]], note: Callable[[], object]) -> None:
+async def send(piece: Piece, write: Write, note: Callable[[], object] = lambda: None) -> None:
     """Write a piece. Raises RefusedError once it is withdrawn, TimeoutError when nobody reads.
 
     Args:
         note: is called with each chunk that goes.
     """
-    async with asyncio.timeout(PATIENCE_SECONDS) as limit:
-        for start in range(0, piece.size, CHUNK_BYTES):
-            await write(piece.read(start, start + CHUNK_BYTES))
-            await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
-            note()
-            limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
+    for start in range(0, piece.size, CHUNK_BYTES):
+        await send_chunk(piece.read(start, start + CHUNK_BYTES), write)
+        note()
+
+
+async def send_chunk(chunk: bytes, write: Write) -> None:
+    """Write some bytes. Raises TimeoutError when nobody reads."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await write(chunk)
+        await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
 
 
 class PieceBody(payload.Payload):
     """A piece as the body of a request; see `send`."""
 
-    def __init__(self, piece: Piece, note: Callable[[], object]) -> None:
+    def __init__(self, piece: Piece, note: Callable[[], object] = lambda: None) -> None:
         super().__init__(piece)
         self._size, self._note = piece.size, note
 

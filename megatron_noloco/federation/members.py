@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.compatibility import differences
+from megatron_noloco.federation.compatibility import REFUSED, differences, refusal
 from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
 NO_PART = "has no part in this round"
@@ -36,7 +35,6 @@ _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is
 _LOOK_SECONDS = 1.0
 _WORD_SECONDS = 3.0  # for the last word on a round to arrive, before this replica leaves
 _STOP_SECONDS = 1.0  # in which a round that is almost over may end
-_MOST_WARNINGS = 1000  # others may cause them
 _MOST_IN_LINE = 8  # replicas
 _VERBS = {  # of one replica, of several
     "come": ("has come", "have come"),
@@ -171,10 +169,10 @@ class Members:
         self._lock = threading.RLock()
         self._partners, self._under_way = dict[int, int](), set[int]()
         self._parsed: dict[Member, tuple[Status, PeerStatus | None]] = {}
-        self._warnings = set[str]()
         self._rows, self._published = OwnRows(), 0.0
         self._came, self._taken = deque[tuple[int, str]](maxlen=256), dict[Member, int]()
         self._attendance, self._closed = Attendance(), False
+        mesh.tell_user(self._take_warning)
         self.change()
 
     # What this replica publishes
@@ -292,7 +290,7 @@ class Members:
         is_of_a_kind = parsed is not None and parsed.kind == self.status.kind
         names = differences(self.status.digests, parsed.digests) if parsed and is_of_a_kind else ""
         if names:
-            self.refuse(f"refused: replica {member.slot} differs from replica {self.slot} in {names}")
+            self.warn(refusal(member.slot, self.slot, names))
             parsed = None
         self._parsed[member] = status, parsed
         if parsed is not None:
@@ -361,19 +359,16 @@ class Members:
         self.mesh.wait(is_over, until)
         return bool(condition())
 
-    def refuse(self, line: str) -> None:
-        """Note that another job cannot exchange with this one."""
-        self.refusal = self.refusal or outside(line)
-        self.warn(line)
-
     # Lines
 
     def warn(self, line: str) -> None:
         """Write a line, which may quote others, to stderr, once; no more after many."""
-        line = outside(line)
-        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
-            self._warnings.add(line)
-            self.note(line)
+        self.mesh.warn(line)
+
+    def _take_warning(self, line: str) -> None:
+        if line.startswith(REFUSED):
+            self.refusal = self.refusal or line
+        self.note(line)
 
     def note(self, line: str) -> None:
         """Write a line to stderr."""

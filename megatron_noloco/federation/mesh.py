@@ -7,74 +7,50 @@ A fetch of a piece that is not offered yet waits. A fetch may be repeated, and c
 there is no connection to keep, no order of messages to agree on, and what is lost is asked for again.
 
 A *member* is one process: a slot, and an incarnation by which a restarted job is another member. Its *status* is
-what it publishes to all. A `Carrier` moves statuses and pieces: over HTTPS (`https_carrier`), through a folder or
-a bucket (`folder_carrier`), or in memory (tests). Everything else about pieces is here: what is offered
-(`Offers`), what has come (`Inbox`), and the one rule on when to give up (`Patience`).
+what it publishes to all (`statuses`). A `Carrier` moves statuses and pieces: over HTTPS (`https_carrier`), through
+a folder or a bucket (`folder_carrier`), or in memory (tests). Everything else about pieces is here: what is
+offered (`Offers`), what has come (`Inbox`), and the one rule on when to give up (`Patience`).
 
 Rounds, states, the final mean and newcomers are blocking code above `offer`, `fetch`, `members`, `publish`.
 """
 
+import itertools
 import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.federation.statuses import Member as Member
+from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.statuses import Status as Status
+from megatron_noloco.files import outside
 
 Value = TypeVar("Value")
 Blob = bytes | bytearray | memoryview
-Status = Mapping[str, Any]
-"""What a member publishes: JSON."""
 
 PATIENCE_SECONDS = 10.0  # without a byte
 MOST_PIECE_BYTES = 2**26
 MOST_NAME_CHARACTERS = 160
-GRACE_SECONDS = 1.0  # for an absent member to be there again
 _MOST_INBOX_BYTES = 2**27  # of a giver
 _MOST_INBOX_PIECES = 1024
 _MOST_WISHES = 256  # of a taker
+_ANOTHERS, _WITHDRAWN = "the piece is another member's", "the piece was withdrawn"
 _REMEMBERED = 512  # prefixes that were withdrawn
+_MOST_WARNINGS = 1000  # others may cause them
 _LOOK_SECONDS = 0.25
-
-
-class Member(NamedTuple):
-    """A process of a replica; `str` gives its name, "SLOT.INCARNATION"."""
-
-    slot: int
-    incarnation: int
-
-    def __str__(self) -> str:
-        return f"{self.slot}.{self.incarnation}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Member":
-        """Return the member of a name; raises ValueError."""
-        slot, _, incarnation = text.partition(".")
-        if not (slot.isdecimal() and incarnation.isdecimal() and len(text) <= 26 and text.isascii()):
-            raise ValueError("not the name of a member")
-        member = cls(int(slot), int(incarnation))
-        if str(member) != text or not (member.slot < MOST_SLOTS and 0 < member.incarnation < 2**63):
-            raise ValueError("not the name of a member")
-        return member
 
 
 class LostError(ConnectionError):
     """A piece does not come. The message continues "replica K: "."""
 
 
-class GoneError(LostError):
-    """The giver is not there any more."""
-
-
 class StalledError(LostError):
-    """No byte has come for so long that none is expected."""
+    """The giver is not there any more, or no byte has come for so long that none is expected."""
 
 
 class RefusedError(LostError):
@@ -97,7 +73,7 @@ class Piece:
         """Return a copy of a part. Raises RefusedError where the piece was withdrawn."""
         with self._lock:
             if self._content is None:
-                raise RefusedError("the piece was withdrawn")
+                raise RefusedError(_WITHDRAWN)
             return bytes(self._content[start:stop])
 
     @property
@@ -109,37 +85,40 @@ class Piece:
             self._content = None
 
 
-Answer = Callable[[Piece | RefusedError], None]
-
-
 class Offers:
-    """The pieces that this member offers, and the wishes for pieces that it does not offer yet. Thread-safe."""
+    """The pieces that this member offers, and the wishes for pieces that it does not offer yet. Thread-safe.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    Args:
+        wake: is called when there is a wish.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self._lock, self._wake = threading.Lock(), wake
         self._pieces: dict[str, Piece] = {}
-        self._wishes: dict[str, dict[Member, Answer]] = {}
+        self._wishes: dict[str, list[tuple[Member, Future[Piece]]]] = {}
         self._of_taker = Counter[Member]()  # wishes
         self._withdrawn: deque[str] = deque(maxlen=_REMEMBERED)
 
-    def offer(self, name: str, piece: Piece) -> None:
+    def offer(self, name: str, piece: Piece) -> set[Member]:
+        """Offer a piece; return who has waited for it."""
         with self._lock:
             self._pieces[name] = piece
-            wishes = self._take_wishes(name)
-        for taker, answer in wishes.items():
-            answer(piece if piece.to in (None, taker) else RefusedError("the piece is another member's"))
+            wishes = self._wishes.pop(name, [])
+        for taker, wish in wishes:
+            _settle(wish, piece if piece.to in (None, taker) else RefusedError(_ANOTHERS))
+        return {taker for taker, _ in wishes}
 
     def withdraw(self, prefix: str) -> None:
         """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
         with self._lock:
             self._withdrawn.append(prefix)
             gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
-            refused = [self._take_wishes(name) for name in list(self._wishes) if name.startswith(prefix)]
+            refused = [self._wishes.pop(name) for name in list(self._wishes) if name.startswith(prefix)]
         for piece in gone:
             piece.withdraw()
         for wishes in refused:
-            for answer in wishes.values():
-                answer(RefusedError("the piece was withdrawn"))
+            for _, wish in wishes:
+                _settle(wish, RefusedError(_WITHDRAWN))
 
     def release(self, name: str) -> None:
         """Remove a piece that nobody will ask for again."""
@@ -148,40 +127,37 @@ class Offers:
         if piece is not None:
             piece.withdraw()
 
-    def wish(self, name: str, taker: Member, answer: Answer) -> None:
-        """Answer once the piece is offered. A repeated wish of a taker replaces the earlier wish."""
+    def wish(self, name: str, taker: Member) -> "Future[Piece]":
+        """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten."""
+        wish = Future[Piece]()
         found: Piece | RefusedError | None
         with self._lock:
-            found = self._pieces.get(name)
-            if found is None and any(map(name.startswith, self._withdrawn)):
-                found = RefusedError("the piece was withdrawn")
-            elif found is not None and found.to not in (None, taker):
-                found = RefusedError("the piece is another member's")
-            elif found is None and self._of_taker[taker] >= _MOST_WISHES:
+            if (piece := self._pieces.get(name)) is not None:
+                found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
+            elif any(map(name.startswith, self._withdrawn)):
+                found = RefusedError(_WITHDRAWN)
+            elif self._of_taker[taker] >= _MOST_WISHES:
                 found = RefusedError("too many wishes")
-            if found is None:
-                wishes = self._wishes.setdefault(name, {})
-                self._of_taker[taker] += taker not in wishes
-                wishes[taker] = answer
-                return
-        answer(found)
+            else:
+                self._wishes.setdefault(name, []).append((taker, wish))
+                self._of_taker[taker] += 1
+                wish.add_done_callback(lambda _: self._forget(name, taker, wish))
+                found = None
+        if found is None:
+            self._wake()
+        else:
+            _settle(wish, found)
+        return wish
 
-    def unwish(self, name: str, taker: Member, answer: Answer) -> None:
-        """Forget a wish, unless a later wish of the taker has replaced it."""
+    def _forget(self, name: str, taker: Member, wish: "Future[Piece]") -> None:
         with self._lock:
-            wishes = self._wishes.get(name, {})
-            if wishes.get(taker) is answer:
-                del wishes[taker]
-                self._of_taker[taker] -= 1
+            self._of_taker[taker] -= 1
+            if not self._of_taker[taker]:
+                del self._of_taker[taker]
+            if (taker, wish) in (wishes := self._wishes.get(name, [])):
+                wishes.remove((taker, wish))
                 if not wishes:
                     del self._wishes[name]
-                if not self._of_taker[taker]:
-                    del self._of_taker[taker]
-
-    def _take_wishes(self, name: str) -> dict[Member, Answer]:
-        wishes = self._wishes.pop(name, {})
-        self._of_taker.subtract(list(wishes))
-        return wishes
 
     def takers(self, prefix: str) -> list[tuple[Member, str]]:
         """Return who waits for pieces whose names begin so, the longest wait first."""
@@ -190,43 +166,47 @@ class Offers:
                 (taker, name)
                 for name, wishes in self._wishes.items()
                 if name.startswith(prefix)
-                for taker in wishes
+                for taker, _ in wishes
             ]
+
+
+def _settle(wish: "Future[Piece]", found: "Piece | RefusedError") -> None:
+    if not wish.set_running_or_notify_cancel():
+        return
+    if isinstance(found, RefusedError):
+        wish.set_exception(found)
+    else:
+        wish.set_result(found)
 
 
 class Inbox:
     """Pieces that came before this member has fetched them. The oldest go when a giver sends too many."""
 
     def __init__(self) -> None:
-        self._pieces: dict[Member, OrderedDict[str, Blob]] = {}
-        self._bytes: dict[Member, int] = {}
+        self._pieces = defaultdict[Member, dict[str, Blob]](dict)
         self._discarded: deque[tuple[Member, str]] = deque(maxlen=_REMEMBERED)
 
     def put(self, giver: Member, name: str, blob: Blob) -> None:
-        self.take(giver, name)
         if any(giver == other and name.startswith(prefix) for other, prefix in self._discarded):
             return
-        pieces = self._pieces.setdefault(giver, OrderedDict())
+        pieces = self._pieces[giver]
+        pieces.pop(name, None)  # the new one is the newest
         pieces[name] = blob
-        self._bytes[giver] = self._bytes.get(giver, 0) + len(blob)
-        while self._bytes[giver] > _MOST_INBOX_BYTES or len(pieces) > _MOST_INBOX_PIECES:
-            self.take(giver, next(iter(pieces)))
+        while len(pieces) > _MOST_INBOX_PIECES or sum(map(len, pieces.values())) > _MOST_INBOX_BYTES:
+            del pieces[next(iter(pieces))]
 
     def take(self, giver: Member, name: str) -> Blob | None:
-        blob = self._pieces.get(giver, OrderedDict()).pop(name, None)
-        if blob is not None:
-            self._bytes[giver] -= len(blob)
-        return blob
+        return self._pieces[giver].pop(name, None)
 
     def discard(self, giver: Member, prefix: str) -> None:
         """Keep no piece of a giver whose name begins so, from now on."""
         self._discarded.append((giver, prefix))
-        for name in [name for name in self._pieces.get(giver, ()) if name.startswith(prefix)]:
-            self.take(giver, name)
+        for name in [name for name in self._pieces[giver] if name.startswith(prefix)]:
+            del self._pieces[giver][name]
 
     def forget(self, gone: Callable[[Member], bool]) -> None:
         for giver in [giver for giver in self._pieces if gone(giver)]:
-            del self._pieces[giver], self._bytes[giver]
+            del self._pieces[giver]
 
 
 class Fetch:
@@ -235,10 +215,13 @@ class Fetch:
     Attributes:
         outcome: what has come; None: nothing yet.
         is_sent: whether the giver sends the piece without being asked, where it can.
+        number: of no other fetch of this process.
     """
 
+    _numbers = itertools.count(1)
+
     def __init__(self, giver: Member, name: str, is_sent: bool) -> None:
-        self.giver, self.name, self.is_sent = giver, name, is_sent
+        self.giver, self.name, self.is_sent, self.number = giver, name, is_sent, next(self._numbers)
         self.outcome: Blob | LostError | None = None
         self.when_over: list[Callable[[], None]] = []
 
@@ -258,16 +241,16 @@ class Carrier(ABC):
         self.mesh = mesh
 
     @abstractmethod
-    def publish(self, status: Status) -> None:
-        """Have all members get this status of the own member."""
+    def publish(self) -> None:
+        """Have all members get the own status, `mesh.statuses.own`; give those of others to `mesh.take`."""
 
     @abstractmethod
-    def members(self) -> Mapping[Member, Status]:
+    def learn(self) -> None:
+        """Look at the statuses of others: one is new, whichever carrier it came by."""
+
+    @abstractmethod
+    def present(self) -> Collection[Member]:
         """Return the other members that are there, as far as this carrier sees."""
-
-    @abstractmethod
-    def known(self) -> Mapping[Member, Status]:
-        """Return the other members that are or were there, the latest process of each slot."""
 
     @abstractmethod
     def reaches(self, member: Member) -> bool:
@@ -275,11 +258,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def ask(self, fetch: Fetch) -> None:
-        """Have `mesh.receive` or `mesh.refuse` called. Stop when the fetch has an outcome (`when_over`)."""
+        """Have `mesh.receive` or `mesh.refuse` called. End when the fetch has an outcome (`when_over`)."""
 
     @abstractmethod
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        """Bring a piece to a member that is known to want it, unless that member asks for it."""
+        """Bring a piece to a member that is known to want it, and has not asked for it yet."""
 
     @abstractmethod
     def close(self) -> None:
@@ -322,18 +305,21 @@ class Mesh:
     """The members, as one of them meets them. All methods may be called from any thread.
 
     Args:
+        statuses: of this member, and of others.
         carriers: the first that reaches a member carries what is exchanged with it.
 
     Attributes:
         moved: when bytes of pieces have come or gone last, by the other member, on `clock`.
     """
 
-    def __init__(self, me: Member, carriers: Sequence[Carrier]) -> None:
-        self.me, self.offers, self.carriers = me, Offers(), carriers
+    def __init__(self, statuses: Statuses, carriers: Sequence[Carrier]) -> None:
+        self.me, self.statuses = statuses.me, statuses
+        self.offers, self.carriers = Offers(self.wake), carriers
         self.moved: dict[Member, float] = {}
         self._inbox, self._fetches = Inbox(), dict[tuple[Member, str], list[Fetch]]()
         self._changed, self._changes = threading.Condition(), 0
-        self._status: Status = {}
+        self._warnings = dict[str, None]()
+        self._tell: Callable[[str], object] = lambda line: None
         self.offers.offer("here", Piece(b"", None))  # asks whether a member answers
         with ExitStack() as started:
             for carrier in carriers:
@@ -345,25 +331,26 @@ class Mesh:
 
     def publish(self, status: Status) -> None:
         """Have all members get this status."""
-        self._status = status
+        self.statuses.sign(status)
         for carrier in self.carriers:
-            carrier.publish(status)
+            carrier.publish()
         self.wake()
 
     def members(self) -> Mapping[Member, Status]:
         """Return the members that are there, with the last status of each; of a slot only the latest process."""
-        found: dict[Member, Status] = {self.me: self._status}
-        for carrier in reversed(self.carriers):
-            found |= carrier.members()
-        return {member: found[member] for member in latest(found)}
+        there = set[Member]().union(*(carrier.present() for carrier in self.carriers))
+        return self._by_slot(lambda signed: signed.member in there and not signed.has_left)
 
     def known(self) -> Mapping[Member, Status]:
         """Return the members that are or were there, this member included, with the last status of each."""
-        found: dict[Member, Status] = {}
-        for carrier in self.carriers:
-            found |= carrier.known()
-        found |= self.members()  # a carrier through which a member is absent has an old status of it
-        return {member: found[member] for member in latest(found)}
+        return self._by_slot(lambda signed: True)
+
+    def _by_slot(self, is_shown: Callable[[SignedStatus], bool]) -> Mapping[Member, Status]:
+        own = self.statuses.own
+        found = {self.me.slot: (self.me, {} if own is None else own.status)}
+        for signed in filter(is_shown, self.statuses.newest()):
+            found[signed.member.slot] = signed.member, signed.status
+        return dict(found[slot] for slot in sorted(found))
 
     def reaches(self, member: Member) -> bool:
         """Return whether pieces pass between this member and another that is there."""
@@ -383,9 +370,8 @@ class Mesh:
             to: who fetches it; it is sent before it is asked for, where that is possible. None: any member may.
         """
         piece = Piece(content, to)
-        self.offers.offer(name, piece)
-        carrier = None if to is None else self._carrier_of(to)
-        if to is not None and carrier is not None:
+        takers = self.offers.offer(name, piece)
+        if to is not None and to not in takers and (carrier := self._carrier_of(to)) is not None:
             carrier.send(to, name, piece)
 
     def withdraw(self, prefix: str) -> None:
@@ -405,7 +391,7 @@ class Mesh:
                 self._fetches.setdefault((giver, name), []).append(fetch)
         if fetch.outcome is None:
             if (carrier := self._carrier_of(giver)) is None:
-                self.refuse(fetch, GoneError("is not there"))
+                self.cancel(fetch, StalledError("is not there"))
             else:
                 carrier.ask(fetch)
         return fetch
@@ -422,47 +408,44 @@ class Mesh:
             until: when to give up, on `clock`.
             why_not: says why the piece will never come; "" while it may.
 
-        Raises GoneError, StalledError, RefusedError.
+        Raises StalledError, RefusedError.
         """
+        error: LostError | None = None
 
         def limit() -> float:
             return until.until() if isinstance(until, Patience) else until
 
-        absent, reason = math.inf, ""
         if isinstance(until, Patience):
             until.since = self.clock()
 
         def is_over() -> bool:
-            nonlocal absent, reason
-            reason = why_not()
-            absent = math.inf if self.reaches(fetch.giver) else min(absent, self.clock())
-            return fetch.outcome is not None or bool(reason)
-
-        def is_news(stop: float) -> bool:
-            return is_over() or min(limit(), absent + self.grace) < stop
+            nonlocal error
+            if reason := why_not():
+                error = RefusedError(reason)
+            elif not self.reaches(fetch.giver):
+                error = StalledError("is not there any more")
+            return fetch.outcome is not None or error is not None
 
         try:
             while not is_over():
-                stop = min(limit(), absent + self.grace)
-                if self.clock() >= stop:
-                    if self.clock() >= absent + self.grace:
-                        raise GoneError("is not there any more")
-                    raise StalledError("sends nothing")
-                self.wait(partial(is_news, stop), stop)
+                if self.clock() >= (stop := limit()):
+                    error = StalledError("sends nothing")
+                    break
+                self.wait(lambda stop=stop: is_over() or limit() < stop, stop)  # type: ignore[misc]
+            if fetch.outcome is None and error is not None:
+                raise error
         except BaseException:
             self.cancel(fetch)
             raise
-        if fetch.outcome is None:
-            self.cancel(fetch)
-            raise RefusedError(reason)
         if isinstance(until, Patience):
             until.has_begun = True
+        assert fetch.outcome is not None
         if isinstance(fetch.outcome, LostError):
             raise fetch.outcome
         return fetch.outcome
 
     def fetch(self, giver: Member, name: str, seconds: float = PATIENCE_SECONDS) -> Blob:
-        """Return a small piece. Raises GoneError, StalledError, RefusedError."""
+        """Return a small piece. Raises StalledError, RefusedError."""
         return self.result(self.begin(giver, name), self.clock() + seconds)
 
     def fetch_all(
@@ -479,7 +462,7 @@ class Mesh:
 
         def fill() -> None:
             under_way.extend(
-                self.begin(giver, name, is_sent) for name in islice(left, window - len(under_way))
+                self.begin(giver, name, is_sent) for name in itertools.islice(left, window - len(under_way))
             )
 
         try:
@@ -498,34 +481,54 @@ class Mesh:
         with self._changed:
             self._inbox.discard(giver, prefix)
 
-    def cancel(self, fetch: Fetch) -> None:
+    def cancel(self, fetch: Fetch, why: LostError | None = None) -> None:
         """Ask no more."""
-        self.refuse(fetch, RefusedError("was cancelled"))
+        with self._changed:
+            left = self._fetches.get((fetch.giver, fetch.name), [])
+            if fetch in left:
+                left.remove(fetch)
+            if not left:
+                self._fetches.pop((fetch.giver, fetch.name), None)
+        self._end([fetch], why or RefusedError("was cancelled"))
 
     # For carriers
+
+    def take(self, signed: SignedStatus) -> bool:
+        """Keep the status of another member if it is new; return whether it is. Raises ValueError."""
+        if is_new := self.statuses.take(signed):
+            for carrier in self.carriers:
+                carrier.learn()
+            self.wake()
+        return is_new
 
     def receive(self, giver: Member, name: str, blob: Blob) -> None:
         """Take a piece that has come, asked for or not."""
         with self._changed:
             fetches = self._fetches.pop((giver, name), [])
-            for fetch in fetches:
-                fetch.outcome = blob
             if not fetches:
                 self._inbox.put(giver, name, blob)
-        self._end(fetches)
+        self._end(fetches, blob)
 
-    def refuse(self, fetch: Fetch, error: LostError) -> None:
-        """End a fetch, unless it has an outcome."""
+    def refuse(self, giver: Member, name: str, reason: str) -> None:
+        """Learn that a piece never comes, and why."""
         with self._changed:
-            if fetch.outcome is None:
-                fetch.outcome = error
-            at = fetch.giver, fetch.name
-            left = [other for other in self._fetches.get(at, ()) if other is not fetch]
-            if left:
-                self._fetches[at] = left
-            else:
-                self._fetches.pop(at, None)
-        self._end([fetch])
+            fetches = self._fetches.pop((giver, name), [])
+        self._end(fetches, RefusedError(outside(reason)))
+
+    def warn(self, line: str) -> None:
+        """Tell the user a line, which may quote others: once, and not too many."""
+        line = outside(line)
+        with self._changed:
+            if line in self._warnings or len(self._warnings) >= _MOST_WARNINGS:
+                return
+            self._warnings[line] = None
+        self._tell(line)
+
+    def tell_user(self, tell: Callable[[str], object]) -> None:
+        """Have lines of `warn` told, and the earlier ones now."""
+        self._tell = tell
+        for line in list(self._warnings):
+            tell(line)
 
     def note_bytes(self, other: Member) -> None:
         """Note that bytes of a piece have come from a member, or gone to it."""
@@ -545,8 +548,6 @@ class Mesh:
             self._changed.notify_all()
 
     # Time and threads, which a mesh in memory replaces
-
-    grace = GRACE_SECONDS
 
     def clock(self) -> float:
         return time.monotonic()
@@ -573,8 +574,10 @@ class Mesh:
     def _carrier_of(self, member: Member) -> Carrier | None:
         return next((carrier for carrier in self.carriers if carrier.reaches(member)), None)
 
-    def _end(self, fetches: list[Fetch]) -> None:
+    def _end(self, fetches: Sequence[Fetch], outcome: Blob | LostError) -> None:
         for fetch in fetches:
+            if fetch.outcome is None:
+                fetch.outcome = outcome
             while fetch.when_over:
                 fetch.when_over.pop()()
         self.wake()
@@ -594,11 +597,3 @@ def in_thread(function: Callable[[], Value], name: str) -> "Future[Value]":
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return future
-
-
-def latest(members: Iterable[Member]) -> list[Member]:
-    """Return the latest member of each slot, by slot."""
-    newest: dict[int, Member] = {}
-    for member in members:
-        newest[member.slot] = max(member, newest.get(member.slot, member))
-    return [newest[slot] for slot in sorted(newest)]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +18,7 @@ from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.members import Members, PeerStatus
 from megatron_noloco.federation.mesh import Carrier, Member, Mesh
-from megatron_noloco.federation.statuses import is_address, split_address
+from megatron_noloco.federation.statuses import Statuses, is_address, split_address
 from megatron_noloco.federation.store import Store
 from megatron_noloco.job.world import is_link_local, reachable_address
 from megatron_noloco.settings import TCP
@@ -78,48 +79,24 @@ class Network:
             incarnation = max(later) + 1
 
     def _open(self, me: Member, stopped: Callable[[], bool]) -> Members:
-        listener = None if self.listen is None else self._listening(self.listen, me.slot)
-        try:
-            return self._open_at(listener, me, stopped)
-        except BaseException:
-            if listener is not None:
-                listener.close()
-            raise
-
-    def _open_at(self, listener: socket.socket | None, me: Member, stopped: Callable[[], bool]) -> Members:
         identity = None if self.keys is None else self.keys.identity(me.slot)
-        made, early = list[Members](), list[str]()
-
-        def warn(line: str) -> None:
-            if not made:  # the carriers begin before
-                early.append(line)
-            elif line.startswith("refused: "):
-                made[0].refuse(line)
-            else:
-                made[0].warn(line)
-
+        with ExitStack() as opened:
+            listener = None
+            if self.listen is not None:
+                listener = opened.enter_context(closing(self._listening(self.listen, me.slot)))
+            carriers: list[Carrier] = [HttpsCarrier(self.digests, listener, self.seeds)]
+            if self.folder is not None:
+                carriers.append(FolderCarrier(self.folder, self.digests))
+            mesh = Mesh(Statuses(self.run, me, identity), carriers)
+            opened.pop_all()
         addresses = self._addresses(listener)
         for line in self._doubts(addresses):
-            warn(line)
-        carriers, folder = list[Carrier](), None
-        if self.folder is not None:
-            folder = FolderCarrier(self.folder, self.run, self.digests, identity, warn)
-            carriers.append(folder)
-        seeds = list(self.seeds)
-
-        def to_try() -> Sequence[str]:
-            return seeds if folder is None else folder.addresses()
-
-        https = HttpsCarrier(self.run, self.digests, identity, listener, to_try, warn)
-        carriers.insert(0, https)
-        mesh = Mesh(me, carriers)
-        is_hidden = not addresses and folder is None
+            mesh.warn(line)
+        is_hidden = not addresses and self.folder is None
         members = Members(mesh, replace(self.first, addresses=addresses, hidden=is_hidden), stopped)
         members.run = self.run
-        made.append(members)
-        for line in early:
-            warn(line)
-        mesh.wait(lambda: any(one != me for one in mesh.known()), mesh.clock() + _FIRST_SECONDS * bool(seeds))
+        limit = mesh.clock() + _FIRST_SECONDS * bool(self.seeds)
+        mesh.wait(lambda: any(one != me for one in mesh.known()), limit)
         return members
 
     def _addresses(self, listener: socket.socket | None) -> list[str]:

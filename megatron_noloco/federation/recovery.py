@@ -31,7 +31,6 @@ from megatron_noloco.federation.members import LARGEST, Members, Text
 from megatron_noloco.federation.mesh import (
     Blob,
     Fetch,
-    GoneError,
     LostError,
     Member,
     Patience,
@@ -356,7 +355,7 @@ class States:
                     at, losses, came = at + 1, 0, mesh.clock()
                     yield piece
                     came = mesh.clock()
-            except (StalledError, GoneError):
+            except StalledError:
                 if mesh.clock() >= came + seconds:
                     raise StalledError(_TOO_SLOW) from None
                 losses += 1

@@ -1,4 +1,4 @@
-"""Statuses as they travel: each is signed by its member, so that anybody may pass it on.
+"""Members, and their statuses as they travel: each is signed by its member, so that anybody may pass it on.
 
 A later process of a slot replaces an earlier one, and a higher number a lower one.
 """
@@ -6,16 +6,20 @@ A later process of a slot replaces an earlier one, and a higher number a lower o
 import base64
 import json
 import re
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_noloco.federation.mesh import Member, Status
+from megatron_noloco.settings import MOST_SLOTS
 
 if TYPE_CHECKING:
     from megatron_noloco.federation.keys import Identity
+
+Status = Mapping[str, Any]
+"""What a member publishes: JSON."""
 
 MOST_STATUS_BYTES = 2**16  # of some 2,000 members in a proposal of the mean at the end
 MOST_SIGNED_BYTES = 2**18  # of a status as it travels
@@ -27,6 +31,27 @@ _ADDRESS = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*)):(?P<port>[0-9]{1,5})"
 )
 _LONGEST_ADDRESS = 255
+
+
+class Member(NamedTuple):
+    """A process of a replica; `str` gives its name, "SLOT.INCARNATION"."""
+
+    slot: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.slot}.{self.incarnation}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Member":
+        """Return the member of a name; raises ValueError."""
+        slot, _, incarnation = text.partition(".")
+        if not (slot.isdecimal() and incarnation.isdecimal() and len(text) <= 26 and text.isascii()):
+            raise ValueError("not the name of a member")
+        member = cls(int(slot), int(incarnation))
+        if str(member) != text or not (member.slot < MOST_SLOTS and 0 < member.incarnation < 2**63):
+            raise ValueError("not the name of a member")
+        return member
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +74,11 @@ class SignedStatus:
     def status(self) -> Status:
         """The status; ValueError where the text is not the JSON of an object."""
         return object_in(self.text)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the member has ended."""
+        return self.status.get("phase") == "left"
 
     @cached_property
     def line(self) -> bytes:
@@ -84,51 +114,70 @@ class SignedStatus:
 
 
 class Statuses:
-    """The newest status of each slot, and the own one. Used by one thread.
+    """The own status, and the newest status of each other slot. Thread-safe.
+
+    Args:
+        run: number of the run.
+        identity: of this process; None: nothing is signed, and each member is taken at its word.
 
     Attributes:
         own: the last status of this member; None: there is none yet.
-        newest: of all other members, by slot. A later process of the own slot is among them.
     """
 
     def __init__(self, run: int, me: Member, identity: "Identity | None") -> None:
-        self._run, self._me, self.identity = run, me, identity
-        self._number = 0
+        self.run, self.me, self.identity = run, me, identity
         self.own: SignedStatus | None = None
-        self.newest: dict[int, SignedStatus] = {}
+        self._newest: dict[int, SignedStatus] = {}
+        self._lock = threading.RLock()
 
-    def sign(self, status: Status) -> SignedStatus:
+    def sign(self, status: Status) -> None:
         """Make a status the own one; raises ValueError for one that is too large."""
         text = json.dumps(status, separators=(",", ":"))
         if len(text) > MOST_STATUS_BYTES:
             raise ValueError(f"a status of {len(text)} bytes is longer than {MOST_STATUS_BYTES}")
-        self._number += 1
-        certificate = b"" if self.identity is None else self.identity.certificate
-        unsigned = SignedStatus(self._me, self._number, text, certificate, b"")
-        signature = b"" if self.identity is None else self.identity.sign(unsigned.signed_text(self._run))
-        self.own = SignedStatus(self._me, self._number, text, certificate, signature)
-        return self.own
+        with self._lock:
+            number = 1 if self.own is None else self.own.number + 1
+            own = SignedStatus(self.me, number, text, b"", b"")
+            if self.identity is not None:
+                signature = self.identity.sign(own.signed_text(self.run))
+                own = replace(own, certificate=self.identity.certificate, signature=signature)
+            self.own = own
+
+    def newest(self) -> list[SignedStatus]:
+        """Return the newest status of each other slot. A later process of the own slot is among them."""
+        with self._lock:
+            return list(self._newest.values())
+
+    def of(self, slot: int) -> SignedStatus | None:
+        """Return the newest status of another process of a slot."""
+        return self._newest.get(slot)
+
+    def lacks(self, member: Member, number: int) -> bool:
+        """Return whether a status would be newer than the known one of its slot."""
+        known = self._newest.get(member.slot)
+        is_own = member.slot == self.me.slot and member <= self.me
+        return not is_own and (known is None or (member, number) > (known.member, known.number))
 
     def take(self, signed: SignedStatus) -> bool:
         """Keep a status that is newer than the known one of its slot; return whether it is. Raises ValueError."""
-        known = self.newest.get(signed.member.slot)
-        if known is not None and (signed.member, signed.number) <= (known.member, known.number):
+        if not self.lacks(signed.member, signed.number):
             return False
-        if signed.member.slot == self._me.slot and signed.member <= self._me:
-            return False
-        self.check(signed)
-        self.newest[signed.member.slot] = signed
-        return True
+        self._check(signed)
+        with self._lock:
+            is_new = self.lacks(signed.member, signed.number)
+            if is_new:
+                self._newest[signed.member.slot] = signed
+            return is_new
 
-    def check(self, signed: SignedStatus) -> None:
+    def _check(self, signed: SignedStatus) -> None:
         """Raise ValueError where a status is not of its member, or its text is no status."""
         now = time.time_ns()
         if signed.member.incarnation > now + _DAY_NS and now > _CLOCKLESS_NS:
             raise ValueError("is of a process that starts in the future")
         if self.identity is not None:
-            text = signed.signed_text(self._run)
+            text = signed.signed_text(self.run)
             self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
-        assert isinstance(signed.status, dict)
+        assert isinstance(signed.status, dict)  # it is in order
 
 
 def object_in(text: str | bytes) -> dict[str, Any]:
@@ -147,12 +196,6 @@ def addresses_in(status: Status) -> list[str]:
     found = status.get("addresses")
     addresses = found[:MOST_ADDRESSES] if isinstance(found, list) else []
     return [address for address in addresses if isinstance(address, str) and is_address(address)]
-
-
-def slots_in(status: Mapping[str, Any], name: str) -> frozenset[int]:
-    """Return the slots that a status lists under a name."""
-    found = status.get(name)
-    return frozenset(slot for slot in found if type(slot) is int) if isinstance(found, list) else frozenset()
 
 
 def is_address(text: str) -> bool:

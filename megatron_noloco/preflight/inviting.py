@@ -12,7 +12,7 @@ from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, Member, Mesh, Status
 from megatron_noloco.federation.network import Network
-from megatron_noloco.federation.statuses import addresses_in
+from megatron_noloco.federation.statuses import Statuses, addresses_in
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import Visit
 from megatron_noloco.files import outside
@@ -129,8 +129,8 @@ def _of_folder(
     folder: Store, network: Network, identity: Identity
 ) -> tuple[Mapping[Member, Status], Collection[Member]]:
     """Return the jobs that have files in a folder, and those of them that are there. Raises UserError."""
-    carrier = FolderCarrier(folder, network.run, network.digests, identity, lambda line: None)
-    mesh = Mesh(me := Member(VISITOR, time.time_ns()), [carrier])
+    me = Member(VISITOR, time.time_ns())
+    mesh = Mesh(Statuses(network.run, me, identity), [FolderCarrier(folder, network.digests)])
     try:
         mesh.wait(lambda: False, mesh.clock() + _LOOK_SECONDS)
         return {one: status for one, status in mesh.known().items() if one != me}, mesh.members()

@@ -242,8 +242,7 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
     }
     with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica, (ranks, layout) in enumerate(LAYOUTS):
-            disturb = partial(waits_for, goes_on) if replica == 1 else partial(slow_until, goes_on)
-            federation.start(replica, ranks, layout, disturb)
+            federation.start(replica, ranks, layout, partial(slow_until, goes_on))
         federation.until_it_has_a_partner(2, after=0)
         federation.until(2, 4)
         federation.kill(2)

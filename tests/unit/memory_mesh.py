@@ -4,15 +4,15 @@ when all wait. Any message can be lost, late, or the last of its sender.
 
 import heapq
 import itertools
-import json
 import math
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError, Status, latest
+from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
+from megatron_noloco.federation.statuses import Statuses
 
 Value = TypeVar("Value")
 
@@ -76,9 +76,7 @@ class World:
 
     def join(self, slot: int, incarnation: int = 1, hidden: bool = False) -> "MemoryMesh":
         """Add a member. Two hidden members do not reach each other."""
-        member = Member(slot, incarnation)
-        carrier = self.carriers[member] = MemoryCarrier(member, self, hidden)
-        return MemoryMesh(member, carrier, self)
+        return MemoryMesh(Member(slot, incarnation), hidden, self)
 
     def cut(self, one: Member, other: Member, seconds: float = math.inf) -> None:
         """Lose all messages of a pair. Each still sees the other by way of a third member, if there is any."""
@@ -196,95 +194,105 @@ class World:
 class MemoryCarrier(Carrier):
     """The carrier of a member of a World."""
 
-    def __init__(self, me: Member, world: World, hidden: bool) -> None:
-        self.me, self.hidden = me, hidden
-        self.status: Status = {}
-        self._world = world
+    def __init__(self, world: World, hidden: bool) -> None:
+        self.hidden, self._world = hidden, world
 
     failure = None
 
-    def publish(self, status: Status) -> None:
-        self.status = json.loads(json.dumps(status))
+    def start(self, mesh: Mesh) -> None:
+        super().start(mesh)
+        for other in self._world.carriers.values():
+            if other.mesh.statuses.own is not None:
+                mesh.take(other.mesh.statuses.own)
+        self._world.carriers[mesh.me] = self
 
-    def known(self) -> Mapping[Member, Status]:
-        others = self._world.carriers
-        return {other: others[other].status for other in latest(others) if other != self.me}
+    def publish(self) -> None:
+        for other in self._world.carriers.values():
+            if self.mesh.statuses.own is not None:
+                other.mesh.take(self.mesh.statuses.own)
 
-    def members(self) -> Mapping[Member, Status]:
-        return {
-            other: status
-            for other, status in self.known().items()
-            if self._world.sees(self.me, other) and status.get("phase") != "left"
-        }
+    def learn(self) -> None:
+        """Do nothing: the world sees all statuses."""
+
+    def present(self) -> set[Member]:
+        me, others = self.mesh.me, self._world.carriers
+        return {other for other in others if other != me and self._world.sees(me, other)}
 
     def reaches(self, member: Member) -> bool:
         other = self._world.carriers.get(member)
-        return member in self.members() and other is not None and not (self.hidden and other.hidden)
+        return member in self.mesh.members() and other is not None and not (self.hidden and other.hidden)
 
     def ask(self, fetch: Fetch) -> None:
-        world, giver, name = self._world, fetch.giver, fetch.name
-        other, answers = world.carriers.get(giver), list[bool]()
+        world, me, giver, name = self._world, self.mesh.me, fetch.giver, fetch.name
+        other, answers, wishes = world.carriers.get(giver), list[bool](), list[Future[Piece]]()
 
-        def answer(found: Piece | RefusedError) -> None:
+        def wish() -> None:
+            while wishes:
+                wishes.pop().cancel()
+            assert other is not None
+            wishes.append(other.mesh.offers.wish(name, me))
+            wishes[0].add_done_callback(answer)
+
+        def answer(found: Future[Piece]) -> None:
+            if found.cancelled():
+                return
+
             def deliver() -> None:
                 try:
-                    if isinstance(found, RefusedError):
-                        raise found
-                    content = found.read()  # a piece that is withdrawn meanwhile does not come
+                    content = found.result().read()  # a piece that is withdrawn meanwhile does not come
                 except RefusedError as refusal:
-                    self.mesh.refuse(fetch, refusal)
+                    self.mesh.refuse(giver, name, str(refusal))
                     return
                 if fetch.outcome is None:
                     self.mesh.note_bytes(giver)
                     self.mesh.receive(giver, name, content)
 
             answers.append(True)
-            size = 0 if isinstance(found, RefusedError) else found.size
-            world.send(Message("answer", giver, self.me, name), size, deliver, answers.clear)
+            size = 0 if found.exception() else found.result().size
+            world.send(Message("answer", giver, me, name), size, deliver, answers.clear)
 
         def ask() -> None:
             if fetch.outcome is None and other is not None:
                 world.at(5.0, ask)
             if fetch.outcome is None and other is not None and not answers:
-                wish = Message("ask", self.me, giver, name)
-                world.send(wish, 0, lambda: other.mesh.offers.wish(name, self.me, answer))
+                world.send(Message("ask", me, giver, name), 0, wish)
 
         if not (fetch.is_sent and world.sends):
             ask()
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        other = self._world.carriers.get(to)
-        if other is None or not self._world.sends or piece.is_withdrawn or self.me in self._world.dead:
+        me, other = self.mesh.me, self._world.carriers.get(to)
+        if other is None or not self._world.sends or piece.is_withdrawn or me in self._world.dead:
             return
         content = piece.read()
 
         def deliver() -> None:
-            other.mesh.note_bytes(self.me)
+            other.mesh.note_bytes(me)
             self.mesh.note_bytes(to)
-            other.mesh.receive(self.me, name, content)
+            other.mesh.receive(me, name, content)
 
         def again() -> None:
             self.send(to, name, piece)
 
         self._world.send(
-            Message("send", self.me, to, name),
+            Message("send", me, to, name),
             len(content),
             deliver,
             lambda: None if to in self._world.dead else self._world.at(2.0, again),
         )
 
     def close(self) -> None:
-        self.status = {**self.status, "phase": "left"}
+        own = self.mesh.statuses.own
+        self.mesh.publish({**({} if own is None else own.status), "phase": "left"})
 
 
 class MemoryMesh(Mesh):
     """The mesh of a member of a World; used by threads that `spawn` has made."""
 
-    grace = 0.0
-
-    def __init__(self, me: Member, carrier: MemoryCarrier, world: World) -> None:
+    def __init__(self, me: Member, hidden: bool, world: World) -> None:
         self.world = world
-        super().__init__(me, [carrier])
+        super().__init__(Statuses(1, me, None), [MemoryCarrier(world, hidden)])
+        self.publish({})
 
     def clock(self) -> float:
         return self.world.now

@@ -23,12 +23,13 @@ from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.keys import Keys, Seal
 from megatron_noloco.federation.mesh import (
     Fetch,
-    GoneError,
     Member,
     Mesh,
     Patience,
     RefusedError,
+    StalledError,
 )
+from megatron_noloco.federation.statuses import Statuses
 from megatron_noloco.federation.store import Store, seconds_of_calls
 
 SECONDS = 60.0
@@ -96,9 +97,9 @@ class Federation:
         self, slot: int, run: int = RUN, store: Store | None = None, incarnation: int = 0, **status: Any
     ) -> Mesh:
         identity = self.keys.identity(slot) if self.keys else None
-        warn = self.lines.append if run == RUN else print
-        carrier = FolderCarrier(store or self.store(), run, {"model": f"of {run}"}, identity, warn)
-        mesh = Mesh(Member(slot, incarnation or time.time_ns()), [carrier])
+        statuses = Statuses(run, Member(slot, incarnation or time.time_ns()), identity)
+        mesh = Mesh(statuses, [FolderCarrier(store or self.store(), {"model": f"of {run}"})])
+        mesh.tell_user(self.lines.append if run == RUN else print)
         self.meshes.append(mesh)
         if slot != VISITOR:
             mesh.publish({"phase": "training", **status})
@@ -274,17 +275,15 @@ def test_a_piece_that_was_asked_for_is_written_once(join_here: Federation, folde
 
 def test_three_members_see_each_other_and_their_statuses(federation: Federation) -> None:
     a, b, c = federation.of(3)
-    assert set(carrier_of(a).addresses()) == {"host:2", "host:3"}
     for number in range(3):
         b.publish({"phase": "training", "number": number})
     until(lambda: a.members()[b.me].get("number") == c.members()[b.me].get("number") == 2)
-    assert carrier_of(a).addresses() == ["host:3"]
     asked = a.begin(b.me, "never")
     b.close()
     until(lambda: a.members().keys() == c.members().keys() == {a.me, c.me})
     assert a.known()[b.me] == {"phase": "left", "number": 2}
     for fetch in (asked, a.begin(b.me, "x")):
-        with pytest.raises(GoneError):
+        with pytest.raises(StalledError):
             result(a, fetch)
 
 
@@ -358,10 +357,24 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
+def test_who_has_left_elsewhere_still_uses_the_folder(join_here: Federation, folder: Path) -> None:
+    """As where members also meet by HTTPS, and there the last status comes at once."""
+    a, b = join_here.of(2)
+    leaving = carrier_of(b)
+    leaving._closing.set()
+    leaving._thread.join()
+    b.statuses.sign({"phase": "left"})
+    assert b.statuses.own is not None
+    assert a.take(b.statuses.own)
+    a.close()
+    assert list((folder / RUN_NAME / "alive").glob(f"{b.me}~*"))
+    leaving._folder.finish(time.monotonic() + SECONDS)
+
+
 def test_a_piece_that_nobody_wants_is_removed(
     join_here: Federation, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_carrier, "LEFTOVER_SECONDS", 0.5)
+    monkeypatch.setattr(folder_members, "LEFTOVER_SECONDS", 0.5)
     a, b = join_here.of(2)
     a.offer("unwanted", b"1", to=b.me)
     until(lambda: list(folder.rglob("p~*")))
@@ -462,7 +475,7 @@ def test_a_forged_wish_or_status_is_ignored(join_here: Federation, folder: Path)
     assert seal is not None
     monster = seal.close(carrier._place_of_wish(a.me, b.me), b"x").hex()
     (folder / RUN_NAME / "to" / str(a.me) / f"q~{b.me}~{monster}").touch()
-    known = json.loads(carrier._members.known()[b.me].line) | {"number": 99, "text": '{"phase":"left"}'}
+    known = json.loads(a.statuses.of(1).line) | {"number": 99, "text": '{"phase":"left"}'}
     folder_seal = Seal(carrier._identity.folder_key)  # type: ignore[union-attr]
     texts = str(b.me), "999999", "99"
     file = "~".join([*texts, folder_seal.mac("alive", RUN_NAME, *texts), ""])
@@ -480,7 +493,7 @@ def test_a_repeated_sign_of_life_brings_nobody_back(join_here: Federation, folde
     until(lambda: not {path.name for path in alive.glob(f"{b.me}~*")} & copies.keys())
     b.close()
     until(lambda: not a.reaches(b.me))
-    carrier_of(a)._members._statuses.newest.pop(1)  # even if it had never said that it left
+    a.statuses._newest.pop(1)  # even if it had never said that it left
     for name, content in copies.items():
         (alive / name).write_bytes(content)
         time.sleep(0.5)

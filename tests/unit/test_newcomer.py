@@ -30,6 +30,7 @@ from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys
 from megatron_noloco.federation.mesh import Member, Mesh, StalledError, Status
+from megatron_noloco.federation.statuses import Statuses
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.fields import fields_of
@@ -376,8 +377,8 @@ def test_jobs_that_share_a_folder_invite(
     place = Place(tmp_path, rendezvous=shared, listen="off")
     assert place.invite() == 0
     network = network_for(load_config(place.path))
-    carrier = FolderCarrier(Store.of(shared), network.run, network.digests, place.keys.identity(1), print)
-    mesh = Mesh(Member(1, time.time_ns()), [carrier])
+    statuses = Statuses(network.run, Member(1, time.time_ns()), place.keys.identity(1))
+    mesh = Mesh(statuses, [FolderCarrier(Store.of(shared), network.digests)])
     try:
         mesh.publish({"addresses": ["10.0.0.1:5000"], "phase": "training"})
         assert place.invite("--slot", "1") == 2
@@ -407,8 +408,8 @@ def running(place: Place, slot: int, seeds: Sequence[str] = (), piece: bytes = b
     network, listener = network_for(load_config(place.path)), socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     identity = place.keys.identity(slot)
-    carrier = HttpsCarrier(network.run, network.digests, identity, listener, lambda: seeds, lambda line: None)
-    mesh = Mesh(Member(slot, time.time_ns()), [carrier])
+    statuses = Statuses(network.run, Member(slot, time.time_ns()), identity)
+    mesh = Mesh(statuses, [HttpsCarrier(network.digests, listener, seeds)])
     try:
         mesh.offer("tokenizer", piece)
         mesh.publish({"addresses": [address], "phase": "training"})
