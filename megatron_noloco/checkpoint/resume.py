@@ -75,11 +75,10 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     return Start(None, notes, refused=refused)
 
 
-def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
-    """Set aside the steps that the run will write again; return what was found with more notes and the counters.
+def check_found(settings: CheckpointSettings, found: Start) -> None:
+    """Raise UserError when the config does not fit the checkpoint, or no checkpoint can be continued.
 
-    Every rank calls it. Raises UserError when the config does not fit the checkpoint, and when there are
-    checkpoints of which none can be continued.
+    Changes nothing, so it comes before a job meets others.
     """
     if found.refused:
         again = 'start anew with checkpoint.load "none"'
@@ -88,17 +87,34 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
         raise UserError(
             f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or {again}"
         )
+    _changes(settings, found)
+
+
+def _changes(settings: CheckpointSettings, found: Start) -> list[str]:
+    """Return a line for each setting that differs from those of the checkpoint."""
+    if found.saved is None:
+        return []
+    saved = found.saved.manifests[0]
+    return settings.changes(saved.config, saved.counters, _is_own(settings, found.saved), saved.tokenizer)
+
+
+def _is_own(settings: CheckpointSettings, saved: Ensemble) -> bool:
+    return saved.folder.parent.resolve() == settings.folder.resolve()
+
+
+def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
+    """Set aside the steps that the run will write again; return what was found with more notes and the counters.
+
+    Every rank calls it, after `check_found`.
+    """
     if found.saved is None:
         return replace(found, notes=found.notes + _set_aside(catalog.steps(settings.folder)))
     folder, saved = found.saved.folder, found.saved.manifests[0]
-    own = folder.parent.resolve() == settings.folder.resolve()
+    own = _is_own(settings, found.saved)
     lines = [
         f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
-        *(
-            f"changed: {line}"
-            for line in settings.changes(saved.config, saved.counters, own, saved.tokenizer)
-        ),
+        *(f"changed: {line}" for line in _changes(settings, found)),
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)

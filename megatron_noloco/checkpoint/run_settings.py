@@ -39,6 +39,7 @@ _NOT_REPORTED = (
     "checkpoint",
     "evaluation",
     "tensorboard",
+    "wandb",
     "data.cache",
     "parallel.replicas",
     "noloco.deadline_seconds",

@@ -133,12 +133,12 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
 
     Raises UserError where transformers cannot load the folder, or generate.
     """
-    from transformers import TextStreamer, pipeline, set_seed
+    from transformers import TextStreamer, pipeline
     from transformers.generation import MaxLengthCriteria
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    set_seed(seed)
+    torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     try:
         tokenizer = load_folder(folder)

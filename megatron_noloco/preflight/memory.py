@@ -60,10 +60,10 @@ class Memory:
 
 
 def fullest_stage(config: RunConfig, architecture: Architecture, topology: Topology) -> Memory:
-    """Return the memory of a rank of the pipeline stage whose ranks need most."""
+    """Return the memory of a rank of the pipeline stage whose ranks need most of a GPU."""
     stages = parameters_of_stages(config, architecture, topology)
     memories = [memory_of(config, architecture, topology, held) for held in stages]
-    return max(memories, key=lambda memory: memory.device_bytes + memory.host)
+    return max(memories, key=lambda memory: (memory.device_bytes, memory.host))
 
 
 def parameters_of_stages(

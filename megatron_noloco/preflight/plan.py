@@ -18,7 +18,7 @@ from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import Memory, fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.schemes import Network, Scheme, schemes
-from megatron_noloco.settings import TCP
+from megatron_noloco.settings import MOST_SLOTS, TCP
 
 USABLE = 0.9  # of a GPU's memory; libraries, NCCL and the allocator take the rest
 
@@ -67,7 +67,7 @@ def architecture_of_run(config: RunConfig) -> Architecture:
 def smallest_layout(config: RunConfig) -> Topology:
     """Return the layout of the fewest replicas from 2 on that the method can have; raises UserError if of none."""
     problem = UserError("")
-    for replicas in range(2, 129):
+    for replicas in range(2, MOST_SLOTS + 1):
         try:
             return config.topology(replicas * config.parallel.replica_size)
         except UserError as error:

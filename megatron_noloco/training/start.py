@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint.resume import find_start, settle_start
+from megatron_noloco.checkpoint.resume import check_found, find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig, resolve
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
@@ -90,6 +90,7 @@ def start(
         # From here on no signal ends this process at once: what follows must look.
         save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
         stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
+        check_found(settings, found)
         link: Transport | Membership
         if topology.separate_jobs:
             link, said = meet(prepared, settings, found, stopping)
@@ -143,15 +144,22 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
     """Raise UserError on all ranks of the job unless they have read the same config, tokenizer and data.
 
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
-    another rank has read.
+    another rank has read. Of a config all numbers and switches count; places may differ from host to host.
     """
-    compared = {"noloco": shared(prepared.config.noloco), "data": data.fingerprint}
+    config = prepared.config
+    compared = _numbers(config.to_dict()) | {"noloco": shared(config.noloco), "data": data.fingerprint}
     told = gather_from_all_ranks(digests_of(compared) | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):
             raise UserError(
                 f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
             )
+
+
+def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without texts, which may be places."""
+    inner = {name: _numbers(value) if isinstance(value, dict) else value for name, value in settings.items()}
+    return {name: value for name, value in inner.items() if not isinstance(value, str | list)}
 
 
 def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.stage import build_stage
@@ -22,6 +23,7 @@ from megatron_noloco.preflight.memory import (
     RankParameters,
     activation_bytes,
     fullest_stage,
+    memory_of,
     parameters_of_stages,
 )
 from megatron_noloco.preflight.plan import plan_of
@@ -29,7 +31,7 @@ from megatron_noloco.preflight.schemes import Network, Scheme, exchange_bytes, s
 from megatron_noloco.settings import grouping_of
 from tests.harness import call_here, output_of, run_ranks
 from tests.unit.architectures import SMALL
-from tests.unit.configs import config
+from tests.unit.configs import config, edited
 from tests.unit.fleet import average, noise
 from tests.unit.golden import check
 
@@ -337,3 +339,29 @@ def test_a_device_that_keeps_slow_weights_keeps_c_as_well(payload: str) -> None:
         memory = fullest_stage(run, run.architecture(257), run.topology(len(replicas) + 1))
         found.append(memory.device["outer state"] / memory.held.owned)
     assert found == [0, 16 if payload == "int8" else 12, 12]
+
+
+def test_a_run_fits_if_the_stage_that_needs_most_of_a_gpu_does() -> None:
+    """Another may need more together with its outer state, which is in the memory of the host."""
+    changes = {
+        "train_micro_batch_size_per_gpu": 2,
+        "model.num_layers": 15,
+        "model.num_attention_heads": 16,
+        "model.vocab_size": 128_256,
+        "data.tokenizer_model": "a-tokenizer",
+        "model.hidden_size": 2048,
+        "model.ffn_hidden_size": 5504,
+        "model.seq_length": 2048,
+        "gradient_accumulation_steps": 8,
+        "parallel.pipeline_model_parallel_size": 8,
+        "parallel.num_layers_in_first_pipeline_stage": 1,
+    }
+    run = RunConfig(**edited(changes))
+    architecture, topology = run.architecture(), run.topology(32)
+    stages = parameters_of_stages(run, architecture, topology)
+    of_gpu = [memory_of(run, architecture, topology, held) for held in stages]
+    assert fullest_stage(run, architecture, topology).device_bytes == max(one.device_bytes for one in of_gpu)
+    with_host = max(of_gpu, key=lambda one: one.device_bytes + one.host)
+    assert with_host.device_bytes < max(one.device_bytes for one in of_gpu), (
+        "this config shows the difference"
+    )

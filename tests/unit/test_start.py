@@ -11,7 +11,7 @@ import pytest
 
 from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.ensemble import find_ensemble
-from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
+from megatron_noloco.checkpoint.resume import Start, check_found, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import Needs, Split, TextSource
@@ -38,7 +38,9 @@ def start(output_dir: Path, load: str = "auto") -> Start:
     training = {"train_iters": 20, "output_dir": str(output_dir)}
     blocks = {"training": training, "checkpoint": {"load": load}, "parallel": PARALLEL}
     settings = checkpoint_settings(RunConfig(**CONFIG | blocks), TOPOLOGY)
-    return settle_start(settings, TOPOLOGY, find_start(settings, TOPOLOGY))
+    found = find_start(settings, TOPOLOGY)
+    check_found(settings, found)
+    return settle_start(settings, TOPOLOGY, found)
 
 
 def folder_of(found: Start) -> Path | None:
@@ -193,14 +195,15 @@ def test_set_aside_folder_is_named(tmp_path: Path) -> None:
         save(tmp_path, 5)
 
 
-@pytest.mark.parametrize("changed", ["tokenizer", "data"])
+@pytest.mark.parametrize("changed", ["tokenizer", "data", "optimizer.lr"])
 def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
     changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rank(**read: str) -> Any:
-        files = {"tokenizer": "a", "data": "a"} | read
+    def rank(**read: Any) -> Any:
+        files = {"tokenizer": "a", "data": "a", "optimizer.lr": 1.0} | read
+        settings = {"optimizer": {"lr": files["optimizer.lr"]}, "place": f"/{len(told)}"}
         return SimpleNamespace(
-            config=SimpleNamespace(noloco=NolocoSettings()),
+            config=SimpleNamespace(noloco=NolocoSettings(), to_dict=lambda: settings),
             alike=RunIdentity({}, "", {"tokenizer": files["tokenizer"]}),
         ), SimpleNamespace(fingerprint=files["data"])
 
@@ -211,7 +214,7 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
     check_ranks(*rank())
     check_ranks(*rank())
     with pytest.raises(ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job"):
-        check_ranks(*rank(**{changed: "b"}))
+        check_ranks(*rank(**{changed: 2.0 if changed == "optimizer.lr" else "b"}))
 
 
 HOW_A_MACHINE_COMPUTES = {
