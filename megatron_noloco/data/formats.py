@@ -41,6 +41,12 @@ class Piece(NamedTuple):
     file: str = ""  # name of its file
 
 
+def first_bytes(path: Path, number: int) -> bytes:
+    """Return the first bytes on disk; raises UserError for a file that cannot be read."""
+    with _opened(path) as (raw, _):
+        return raw.read(number)
+
+
 def text_problem(path: Path) -> str:
     """Return why a file is not UTF-8 text from beginning to end; "" if it is."""
     with _opened(path) as (_, file):
@@ -222,7 +228,7 @@ def _as_json(value: Any, kind: Any) -> Any:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and what it holds before compression; raises UserError when it cannot be decompressed."""
+    """Open a file, and what it holds before compression; raises UserError for what cannot be read."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as raw:
@@ -234,8 +240,8 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 stream = pyarrow.CompressedInputStream(raw, COMPRESSIONS[suffix])
                 yield raw, io.BufferedReader(stream, PIECE)
     except OSError as error:
-        if suffix not in COMPRESSIONS:
-            raise
+        if suffix not in COMPRESSIONS or error.filename is not None:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         advice = ""
         if "memory" in str(error):  # of zstd, whose window is limited to 128 MB
             advice = f"; `zstd -d --long=31 {path.name}` unpacks what was written with --long"

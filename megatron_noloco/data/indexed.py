@@ -108,15 +108,13 @@ def read_indexed(prefix: str) -> IndexedDataset:
         begins[0] != 0
         or lengths.min() < 0
         or not all(np.array_equal(found, own * np.int64(dtype.itemsize)) for found, own in bytes_between)
-    ):
-        raise UserError(f"{idx_path}: its sequences do not lie one after the other")
-    if (
-        bounds[:1] != 0
+        or bounds[:1] != 0
         or bounds[-1:] != sequences
         or not all((np.diff(bounds[piece]) >= 0).all() for piece in _pieces(len(bounds)))
     ):
         raise UserError(
-            f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
+            f"{idx_path}: its sequences or documents do not lie one after the other, to the end; it was not "
+            "finished, or is altered"
         )
     mask, mask_path = None, _mask_of(prefix)
     if mask_path.exists():
@@ -204,11 +202,10 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     each begins, int64 [sequences]; the first sequence of each document, and the end, int64 [documents + 1].
     """
     index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-    if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
-        raise UserError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
-    _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
-    if version != _VERSION or code not in _DTYPES:
-        raise UserError(f"{path}: version {version} with token type {code} is not known")
+    header = index[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0")
+    magic, version, code, sequences, bounds = _HEADER.unpack(header)
+    if (magic, version) != (_MAGIC, _VERSION) or code not in _DTYPES:
+        raise UserError(f"{path}: not a Megatron index (MMIDIDX, version 1, a type of whole numbers)")
     needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
     if len(index) < needed:
         raise UserError(f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short")
@@ -277,37 +274,3 @@ class IndexedWriter:
             with naming_file(Path(file.name)):
                 file.close()
                 sync(Path(file.name))
-
-
-_PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
-
-
-def report(dataset: IndexedDataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
-    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
-    bounds = dataset.document_bounds
-    lengths = np.diff(dataset.offsets[bounds])
-    yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
-    yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"
-    yield f"tokens: {len(dataset.tokens)}"
-    yield (
-        f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
-        f"mean {lengths.mean():.1f}, longest {lengths.max()}"
-    )
-    for number in range(min(samples, len(lengths))):
-        document = dataset.part(*bounds[number : number + 2])
-        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
-        if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
-            ids = " ".join(map(str, tokens[:12]))
-            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
-        elif document.mask is None:
-            shown = repr(tokenizer.decode(tokens))
-        else:
-            shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
-        yield f"document {number}: {shown}"
-
-
-def _with_learnt_marked(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the text of tokens with their special tokens, and that of tokens with a loss in brackets."""
-    stretches = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(mask)) + 1)
-    texts = [(repr(tokenizer.decode(tokens[at], special=True)), mask[at[0]]) for at in stretches]
-    return " ".join(f"[learnt: {text}]" if learnt else text for text, learnt in texts)

@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from megatron_noloco.data.formats import (
     Piece,
     Row,
     cut,
+    first_bytes,
     read_lines,
     read_table,
     read_text,
@@ -49,7 +50,10 @@ class Input:
 
     @property
     def kind(self) -> Kind:
-        return _kind(self.path)
+        """What the file holds by its name, compressed or not."""
+        if self.path.name.lower().endswith(TABLES):
+            return "table"
+        return "jsonl" if _unpacked_name(self.path).endswith(JSON_LINES) else "text"
 
     @property
     def unread(self) -> tuple[str, str] | None:
@@ -58,9 +62,8 @@ class Input:
             return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
         if _unpacked_name(self.path).endswith((".csv", ".tsv")):
             return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
-        with self.path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
+        if first_bytes(self.path, len(_LFS_POINTER)) == _LFS_POINTER:
+            return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
         return None
 
     @property
@@ -71,8 +74,7 @@ class Input:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing but a byte order mark."""
-        with self.path.open("rb") as file:
-            return not without_mark(file.read(4))
+        return not without_mark(first_bytes(self.path, 4))
 
     def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
         """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
@@ -109,7 +111,7 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
     """
-    paths, folders, dead = list[Path](), dict[Path, Path | None](), 0
+    found, dead = list[Input](), 0
     for place in places:
         given = Path(place).expanduser()
         if not given.exists():
@@ -118,24 +120,18 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
         for path in _paths_below(given) if given.is_dir() else [given]:
             dead += not path.exists()
             if path.is_file() or path == given:
-                paths.append(path)
-                folders.setdefault(path, given if given.is_dir() else None)
-    further = once(paths)
-    notes = f"; further paths to files that are read once: {sum(further.values())}" * any(further.values())
-    notes += f"; links that lead nowhere, left out: {dead}" * (dead > 0)
-    return Inputs([Input(path, folders[path]) for path in further], notes)
+                found.append(Input(path, given if given.is_dir() else None))
+    return Inputs(once(found), f"; links that lead nowhere, left out: {dead}" * (dead > 0))
 
 
 def left_out(files: Collection[Input], words: str) -> str:
-    """Return files that are left out in words: how many, the names of the first ones, the bytes of all.
+    """Return files that are left out in words: how many, and the names of the first ones.
 
     Args:
         words: what they are, with {} for the "s" of several.
     """
     names = [outside(item.name) for item in islice(files, _NAMED)] + ["..."] * (len(files) > _NAMED)
-    size = sum(item.bytes for item in files)
-    names_and_size = ", ".join(names) + f"; {size:,} bytes" * (size > 0)
-    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({names_and_size})"
+    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({', '.join(names)})"
 
 
 def find_standard_library() -> Inputs:
@@ -153,16 +149,14 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     return list(filter(Path.is_file, _paths_below(folder, skipped)))
 
 
-def once(paths: Collection[Path]) -> dict[Path, int]:
-    """Return one path to each file, in their order, and the number of further paths to it, such as links.
+def once(found: Sequence[Input]) -> list[Input]:
+    """Return each file once, in their order, whatever links lead to it.
 
     A name that says that a file holds records goes before others, then the file's own path before links.
     """
-    groups: dict[tuple[int, int], list[Path]] = {}
-    for path in sorted(paths, key=lambda path: (_kind(path) == "text", path.is_symlink())):
-        groups.setdefault(_identity(path), []).append(path)
-    further = {first: len(others) for first, *others in groups.values()}
-    return {path: further[path] for path in paths if path in further}
+    best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
+    chosen = {_identity(item.path): item for item in reversed(best_first)}
+    return [item for item in dict.fromkeys(found) if chosen[_identity(item.path)] == item]
 
 
 def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
@@ -172,9 +166,7 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
         outputs: by option.
         folder: may be a file, in which nothing lies.
     """
-    if not folder.is_dir():
-        return
-    below = {_identity(parent) for parent, _ in _folders_from(folder, ())}
+    below = {_identity(parent) for parent, _ in _folders_from(folder, ())} if folder.is_dir() else ()
     for option, output in outputs.items():
         real = output.resolve()
         if any(_identity(path) in below for path in (real, *real.parents) if path.exists()):
@@ -182,13 +174,6 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
                 f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
                 f"text; give another {option}"
             )
-
-
-def _kind(path: Path) -> Kind:
-    """Return what a file holds by its name, compressed or not."""
-    if path.name.lower().endswith(TABLES):
-        return "table"
-    return "jsonl" if _unpacked_name(path).endswith(JSON_LINES) else "text"
 
 
 def _unpacked_name(path: Path) -> str:

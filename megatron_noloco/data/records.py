@@ -50,7 +50,7 @@ def find_records(path: str, option: str = "data.sft_data_path") -> Inputs:
     return Inputs(records, notes)
 
 
-def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
+def whole_source(path: str, cache: str | None) -> TextSource:
     """Return a source of all that a path holds: records, if the first row there is one, else text.
 
     Raises UserError for a file that cannot be read.
@@ -61,9 +61,7 @@ def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
         rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
         first = next(rows, None)
     is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    if is_record:
-        return RecordSource(path, whole, True, cache, option=option)
-    return TextSource(path, whole, cache, option=option)
+    return (RecordSource if is_record else TextSource)(path, whole, cache, option=option)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
@@ -175,7 +173,6 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record
             raise UserError(f"{place}: {error}") from None
         counts.records[item.name] += 1
         counts.roles.update(role for role in record.roles if role not in ROLES)
-        counts["dated"] += record.from_template and template.asks_for_date(row.get("tools"))
         strings = [*_strings(row)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
         yield record

@@ -217,13 +217,13 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     needs, split = Needs(1000, 64, evaluates=False), Split.parse("1")
     folder = Path(mkdtemp(dir=PLACES[-1]))
     path = write(folder / "a.jsonl", {"prompt": "fox", "completion": "1"}, {"messages": chat})
-    summary = open_data(RecordSource(path, split, True, max_lost=1.0), word_piece, needs).summary
+    summary = open_data(RecordSource(path, split, max_lost=1.0), word_piece, needs).summary
     assert "; answers that begin within a token of the prompt: 1, which generation reads apart" in summary
     path = write(folder / "b.jsonl", {"messages": chat * 3}, {"messages": chat})
-    summary = open_data(RecordSource(path, split, True), space, needs).summary
+    summary = open_data(RecordSource(path, split), space, needs).summary
     assert "2 records, " in summary
     assert summary.endswith("; later turns learnt apart: 2, which read earlier answers as other tokens")
-    halves = RecordSource(path, Split.parse("1,1"), False)
+    halves = RecordSource(path, Split.parse("1,1"), packed=False)
     built = open_data(halves, space, Needs(1000, 64))
     sizes = [len(part) for part in (*built.training.parts, *built.validation.parts)]
     assert sizes == [3, 1], "a chat is not divided"

@@ -358,7 +358,10 @@ class TestLostCharacters:
         (tmp_path / "text.txt").write_text("".join(lines))
         file = write(tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} for line in lines))
         examples = "such as 'Ж' in {0}, '語' in {0}, 'ß' in {0}"  # the most frequent
-        for source in (TextSource(str(tmp_path / "text.txt"), HALVES), RecordSource(file, HALVES, False)):
+        for source in (
+            TextSource(str(tmp_path / "text.txt"), HALVES),
+            RecordSource(file, HALVES, packed=False),
+        ):
             characters = sum(map(len, lines)) + (7 * 20 if isinstance(source, RecordSource) else 0)
             told = f"no token stands for 14 of {characters} characters"
             summary = datasets_of(source, tmp_path / "tok").summary
