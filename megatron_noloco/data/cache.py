@@ -23,8 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.data.formats import Advance
-from megatron_noloco.data.inputs import Input
+from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity

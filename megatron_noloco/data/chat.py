@@ -95,8 +95,7 @@ class ChatTemplate:
         arguments = {"key": "value"}
 
         def written(form: Any) -> str:
-            function = {"name": "f", "arguments": form}
-            call = {"id": "call00001", "type": "function", "function": function}
+            call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": form}}
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             with suppress(UserError):
                 return self.render([{"role": "user", "content": "a question"}, answer], tools)
@@ -123,15 +122,10 @@ class ChatTemplate:
 
 
 class Answer(NamedTuple):
-    """An answer as two texts."""
+    """An answer as two texts; both together are the text up to its end."""
 
     before: str  # what generation reads before it
     text: str  # its own, with what ends it
-
-    @property
-    def through(self) -> str:
-        """The text up to the answer's end."""
-        return self.before + self.text
 
 
 def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[list[Answer], int]:
@@ -272,8 +266,8 @@ def _by_turns(messages: Messages, places: list[int], render: Callable[..., str])
             before, text = _answer(messages[start:], place - start, render)
             if not before.startswith(known):
                 return None
-            answers.append(Answer(answers[-1].through + before[len(known) :], text))
-        if answers[-1].through == render(messages[: places[-1] + 1]):
+            answers.append(Answer("".join(answers[-1]) + before[len(known) :], text))
+        if "".join(answers[-1]) == render(messages[: places[-1] + 1]):
             return answers
     return None
 

@@ -15,7 +15,6 @@ from megatron_noloco.files import outside
 from megatron_noloco.plans.sample_order import slots_of
 
 SPLITS = ("training", "validation")
-_FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at, of a dataset that is there
 _COMPARED = 1 << 10, 1 << 14  # sequences of validation, and of training, that are compared
 _COMPARED_TOKENS = 1 << 8  # of each, from its beginning
 
@@ -23,12 +22,7 @@ _COMPARED_TOKENS = 1 << 8  # of each, from its beginning
 def made_in_words(
     name: str, dataset: IndexedDataset, facts: Mapping[str, Any], blends: Sequence[Blend | None]
 ) -> str:
-    """Return a line about a dataset that was made of a text or of records.
-
-    Args:
-        facts: about it, see `Counts.facts`.
-        blends: of training and validation.
-    """
+    """Return a line about a dataset that was made of a text or of records; `facts`: see `Counts.facts`."""
     if dataset.mask is not None:
         return _records_in_words(name, dataset, facts, [blend for blend in blends if blend is not None])
     size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
@@ -82,7 +76,7 @@ def indexed_in_words(
     lines = [f"{split}: {_blend_in_words(blend)}" for split, blend in zip(SPLITS, blends, strict=True)]
     bos = tokenizer.beginning_of_document
     for prefix, dataset in {dataset.name: dataset for dataset in datasets}.items():
-        if not dataset.ends_with(tokenizer.end_of_document, _FIRST_DOCUMENTS):
+        if not dataset.ends_with(tokenizer.end_of_document):
             lines.append(
                 f"documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
             )

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import PIECE, Advance, Piece, first_object, text_problem
-from megatron_noloco.data.inputs import Input, left_out
+from megatron_noloco.data.formats import PIECE, Advance, Input, Piece, first_object, text_problem
+from megatron_noloco.data.inputs import left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -66,10 +66,6 @@ class Counts(Counter[str]):
         self.left_out: dict[str, list[Input]] = {}
         self.lost, self.lost_in = Counter[str](), dict[str, str]()
         self.records, self.roles = Counter[str](), Counter[str]()
-
-    def leave_out(self, name: str, item: Input) -> None:
-        self.left_out.setdefault(name, []).append(item)
-        self[name] += 1
 
     def count_texts(
         self,
@@ -150,7 +146,8 @@ def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Pi
         if reason:
             if advice and item.folder is None:  # it was given itself
                 raise UserError(f"{item.path}: {advice}")
-            counts.leave_out(reason, item)
+            counts[reason] += 1
+            counts.left_out.setdefault(reason, []).append(item)
             counts.advance(item.bytes)
             continue
         counts["beside_records"] += records and item.kind == "text"

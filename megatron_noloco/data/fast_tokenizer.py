@@ -1,4 +1,4 @@
-"""A Hugging Face fast tokenizer, from a folder that `auto_tokenizer` keeps."""
+"""A Hugging Face fast tokenizer, from a folder that `tokenizer` keeps."""
 
 import hashlib
 import json

@@ -11,7 +11,7 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
-_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
+_FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -68,14 +68,10 @@ class IndexedDataset(Dataset):
     offsets: "Offsets"
     document_bounds: np.ndarray
 
-    def ends_with(self, token: int, most: int | None = None) -> bool:
-        """Return whether any of its documents, of the first `most` if that is given, ends with a token."""
-        bounds = self.document_bounds
-        for first in range(1, min(len(bounds), most or len(bounds)), _ENDS_AT_ONCE):
-            ends = self.offsets[bounds[first : first + _ENDS_AT_ONCE]]
-            if (self.tokens[ends[ends > 0] - 1] == token).any():
-                return True
-        return False
+    def ends_with(self, token: int) -> bool:
+        """Return whether any of its first documents ends with a token."""
+        ends = self.offsets[self.document_bounds[1 : _FIRST_DOCUMENTS + 1]]
+        return bool((self.tokens[ends[ends > 0] - 1] == token).any())
 
     def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
         """Return sequences `first` to `stop`, as views of the files."""
@@ -116,7 +112,7 @@ def read_indexed(prefix: str) -> IndexedDataset:
             f"{idx_path}: its sequences or documents do not lie one after the other, to the end; it was not "
             "finished, or is altered"
         )
-    mask, mask_path = None, _mask_of(prefix)
+    mask, mask_path = None, Path(f"{prefix}.mask")
     if mask_path.exists():
         mask = _mapped(mask_path, np.bool_)
         if len(mask) != tokens:
@@ -191,10 +187,6 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
-def _mask_of(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.mask")
-
-
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Map an .idx file into memory; raises UserError unless it is complete.
 
@@ -230,9 +222,8 @@ class IndexedWriter:
         self._prefix = prefix
         self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._lengths, self._bounds = array("i"), array("q", [0])
-        self._stack = ExitStack()
-        paths = [Path(f"{prefix}.bin"), _mask_of(prefix)][: 1 + masked]
-        self._files = [self._stack.enter_context(path.open("wb")) for path in paths]
+        paths = [Path(f"{prefix}.{name}") for name in ("bin", "mask")[: 1 + masked]]
+        self._files = [path.open("wb") for path in paths]
 
     def __len__(self) -> int:
         """Return the number of sequences so far."""
@@ -242,8 +233,9 @@ class IndexedWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # of what a full disk does not take, and nobody needs
-            self._stack.close()
+        for file in self._files:
+            with suppress(OSError):  # of what a full disk does not take, and nobody needs
+                file.close()
 
     def add(self, tokens: np.ndarray, ends_document: bool, mask: np.ndarray | None = None) -> None:
         """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document.
@@ -265,7 +257,7 @@ class IndexedWriter:
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
         index = Path(f"{self._prefix}.idx")
-        self._files.append(self._stack.enter_context(index.open("wb")))
+        self._files.append(index.open("wb"))
         header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds))
         parts = lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)
         with naming_file(index):

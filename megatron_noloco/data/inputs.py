@@ -1,102 +1,19 @@
-"""Find the files of an input, each once, and say what their names tell of their content."""
+"""Find the files of an input, each once."""
 
 import os
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from megatron_noloco.data.formats import (
-    COMPRESSIONS,
-    Advance,
-    Piece,
-    Row,
-    cut,
-    first_bytes,
-    read_lines,
-    read_table,
-    read_text,
-    text_of,
-)
+from megatron_noloco.data.formats import Input
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, read_object, without_mark
+from megatron_noloco.files import outside, read_object
 
-JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
-_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = 3  # files of each kind in a summary
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-Kind = Literal["text", "jsonl", "table"]
-
-
-@dataclass(frozen=True)
-class Input:
-    """One file to read.
-
-    Attributes:
-        folder: the given folder in which the file was found; None: the file itself was given.
-    """
-
-    path: Path
-    folder: Path | None
-
-    @property
-    def name(self) -> str:
-        """Name that is the same wherever the given file or folder lies."""
-        return self.path.name if self.folder is None else self.path.relative_to(self.folder).as_posix()
-
-    @property
-    def kind(self) -> Kind:
-        """What the file holds by its name, compressed or not."""
-        if self.path.name.lower().endswith(TABLES):
-            return "table"
-        return "jsonl" if _unpacked_name(self.path).endswith(JSON_LINES) else "text"
-
-    @property
-    def unread(self) -> tuple[str, str] | None:
-        """Why the file is not read, by the name of a count, and what to do; None for a file that is read."""
-        if command := _UNPACK.get(self.path.suffix.lower()):
-            return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
-        if _unpacked_name(self.path).endswith((".csv", ".tsv")):
-            return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
-        if first_bytes(self.path, len(_LFS_POINTER)) == _LFS_POINTER:
-            return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
-        return None
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        return self.path.stat().st_size
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing but a byte order mark."""
-        return not without_mark(first_bytes(self.path, 4))
-
-    def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
-        """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
-        if self.kind == "table":
-            return read_table(self.path, advance, columns)
-        return read_lines(self.path, advance)
-
-    def pieces(self, key: str, advance: Advance, size: int) -> Iterator[Piece]:
-        """Yield the documents in order, without blank lines; raises UserError that names the file, and the place.
-
-        Args:
-            key: of JSON, or the column of a table.
-            size: characters of a document that are a piece of their own.
-        """
-        if self.kind == "text":
-            documents = iter([read_text(self.path, advance)])
-        else:
-            rows = self.rows(advance, [key])
-            documents = (iter([text_of(place, fields, key)]) for place, fields in rows)
-        for document in documents:
-            for piece in cut(document, size):
-                yield piece._replace(file=self.name)
 
 
 class Inputs(NamedTuple):
@@ -174,12 +91,6 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
                 f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
                 f"text; give another {option}"
             )
-
-
-def _unpacked_name(path: Path) -> str:
-    """Return the name of a file, in small letters, without the suffix of a compression."""
-    name = path.name.lower()
-    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
 
 
 def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
 from megatron_noloco.data.encode import ROLES, Counts, Sequence, read_ahead
-from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
+from megatron_noloco.data.formats import JSON_LINES, TABLES, Input
+from megatron_noloco.data.inputs import Inputs, find_inputs, left_out
 from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -77,12 +78,8 @@ def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) ->
             alike = list(group)
             if from_template and tokenizer.end_of_answer is None:
                 counts["endless"] += sum(len(record.answers) for record in alike)
-            texts = [
-                text
-                for record in alike
-                for answer in record.answers
-                for text in (answer.before, answer.through)
-            ]
+            answers = (answer for record in alike for answer in record.answers)
+            texts = [text for answer in answers for text in (answer.before, "".join(answer))]
             encoded = iter(tokenizer.encode_batch(texts, from_template))
             for record in alike:
                 pairs = [(next(encoded), next(encoded)) for _ in record.answers]

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, load_folder
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_records import write
 

@@ -99,7 +99,7 @@ def test_each_answer_follows_what_generation_reads(file: Path, tmp_path: Path) -
     assert len(answers) == 8
     for place, answer in zip(range(1, len(messages), 2), answers, strict=True):
         assert answer.before == template.render(messages[:place], add_generation_prompt=True)
-        assert answer.through == template.render(messages[: place + 1])
+        assert "".join(answer) == template.render(messages[: place + 1])
 
 
 def test_rendering_grows_with_the_messages(tmp_path: Path) -> None:

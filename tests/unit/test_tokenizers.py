@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.auto_tokenizer import check_exported
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
@@ -27,7 +26,13 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer, find_tokenizer
+from megatron_noloco.data.tokenizer import (
+    ByteTokenizer,
+    TokenizerChoice,
+    build_tokenizer,
+    check_exported,
+    find_tokenizer,
+)
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
