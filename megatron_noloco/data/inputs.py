@@ -3,7 +3,7 @@
 import os
 import sysconfig
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -24,7 +24,9 @@ class Inputs(NamedTuple):
 
 
 def find_inputs(places: Iterable[str], option: str) -> Inputs:
-    """Return the files at `places`; folders are searched recursively, without hidden files.
+    """Return the files at `places`, each once; folders are searched recursively, without hidden files.
+
+    Of several names of a file a name of records goes before others, then the file's own path before links.
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
     """
@@ -38,7 +40,10 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
             dead += not path.exists()
             if path.is_file() or path == given:
                 found.append(Input(path, given if given.is_dir() else None))
-    return Inputs(once(found), f"; links that lead nowhere, left out: {dead}" * (dead > 0))
+    best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
+    chosen = {_identity(item.path): item for item in reversed(best_first)}
+    files = [item for item in dict.fromkeys(found) if chosen[_identity(item.path)] == item]
+    return Inputs(files, f"; links that lead nowhere, left out: {dead}" * (dead > 0))
 
 
 def left_out(files: Collection[Input], words: str) -> str:
@@ -64,16 +69,6 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     Raises UserError for a folder that cannot be read.
     """
     return list(filter(Path.is_file, _paths_below(folder, skipped)))
-
-
-def once(found: Sequence[Input]) -> list[Input]:
-    """Return each file once, in their order, whatever links lead to it.
-
-    A name that says that a file holds records goes before others, then the file's own path before links.
-    """
-    best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
-    chosen = {_identity(item.path): item for item in reversed(best_first)}
-    return [item for item in dict.fromkeys(found) if chosen[_identity(item.path)] == item]
 
 
 def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:

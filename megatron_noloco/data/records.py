@@ -56,13 +56,12 @@ def whole_source(path: str, cache: str | None) -> TextSource:
 
     Raises UserError for a file that cannot be read.
     """
-    whole, option, first = Split(1, 0, 0), "--data", None
-    if path != STANDARD_LIBRARY:
-        files, _ = find_inputs([path], option)
-        rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
-        first = next(rows, None)
+    option = "--data"
+    files = [] if path == STANDARD_LIBRARY else find_inputs([path], option).files
+    rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
+    first = next(rows, None)
     is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    return (RecordSource if is_record else TextSource)(path, whole, cache, option=option)
+    return (RecordSource if is_record else TextSource)(path, Split(1, 0, 0), cache, option=option)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
