@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,6 @@ def preprocess(
     for folder in {item.folder for item in corpus.inputs.files if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
 
-    def check(facts: dict[str, Any]) -> None:
-        check_lost(facts, max_lost, source.option, "--max-lost-characters")
-
+    check = partial(check_lost, most=max_lost, source=source.option, option="--max-lost-characters")
     output = prefix.with_name(f"{prefix.name}_{key}_document")
     return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), check)
