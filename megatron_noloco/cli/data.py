@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,16 @@ from megatron_noloco.files import outside
 from megatron_noloco.job.leaving import INTERRUPTED
 
 if TYPE_CHECKING:
-    from megatron_noloco.data.tokenizer import TokenizerChoice
+    import numpy as np
+
+    from megatron_noloco.data.indexed import IndexedDataset
+    from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice
 
 _PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet and Arrow (.parquet, .arrow: one
 document per row) and text (anything else: one document per file), JSON lines and text also as .gz, .zst or .bz2;
 folders are searched. A command that was stopped leaves no dataset: give it again."""
+_PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
 
 
 def add_commands(commands: Commands) -> None:
@@ -73,7 +78,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.preprocess import preprocess
+    from megatron_noloco.data.corpus import preprocess
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
@@ -109,7 +114,7 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.indexed import read_indexed, report
+    from megatron_noloco.data.indexed import read_indexed
     from megatron_noloco.data.opening import open_any
     from megatron_noloco.data.tokenizer import build_tokenizer
 
@@ -118,8 +123,43 @@ def _inspect(args: argparse.Namespace) -> int:
         dataset = read_indexed(args.data)
     else:
         dataset, notes = open_any(args.data, tokenizer)
-    say(*report(dataset, tokenizer, args.samples), *[notes] * bool(notes))
+    say(*_report(dataset, tokenizer, args.samples), *[notes] * bool(notes))
     return 0
+
+
+def _report(dataset: "IndexedDataset", tokenizer: "Tokenizer", samples: int) -> Iterator[str]:
+    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
+    import numpy as np
+
+    bounds = dataset.document_bounds
+    lengths = np.diff(dataset.offsets[bounds])
+    yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
+    yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"
+    yield f"tokens: {len(dataset.tokens)}"
+    yield (
+        f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
+        f"mean {lengths.mean():.1f}, longest {lengths.max()}"
+    )
+    for number in range(min(samples, len(lengths))):
+        document = dataset.part(*bounds[number : number + 2])
+        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
+        if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
+            ids = " ".join(map(str, tokens[:12]))
+            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+        elif document.mask is None:
+            shown = repr(tokenizer.decode(tokens))
+        else:
+            shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
+        yield f"document {number}: {shown}"
+
+
+def _with_learnt_marked(tokens: "np.ndarray", mask: "np.ndarray", tokenizer: "Tokenizer") -> str:
+    """Return the text of tokens with their special tokens, and that of tokens with a loss in brackets."""
+    import numpy as np
+
+    stretches = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(mask)) + 1)
+    texts = [(repr(tokenizer.decode(tokens[at], special=True)), mask[at[0]]) for at in stretches]
+    return " ".join(f"[learnt: {text}]" if learnt else text for text, learnt in texts)
 
 
 def _tokenizer(

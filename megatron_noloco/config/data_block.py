@@ -139,7 +139,7 @@ class DataConfig(Settings):
             return IndexedSource(parse_prefixes(self.data_path), None, Split.parse(self.split))
         if self.sft_data_path is not None:
             split, lost = Split.parse(self.split), self.max_lost_characters
-            return RecordSource(self.sft_data_path, split, self.sft_packing, self.cache, lost)
+            return RecordSource(self.sft_data_path, split, self.cache, lost, packed=self.sft_packing)
         assert self.train_data_path is not None  # one of the four is there
         validation = None if self.valid_data_path is None else parse_prefixes(self.valid_data_path)
         return IndexedSource(parse_prefixes(self.train_data_path), validation, None)

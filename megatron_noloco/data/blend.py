@@ -8,12 +8,9 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_noloco.data.record_samples import RecordSamples
-from megatron_noloco.data.samples import Array, Sample, Samples
+from megatron_noloco.data.samples import Sample, Samples, excerpt
 from megatron_noloco.plans.sample_order import Order
 
-# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
-# rest is checked when it is read.
-_EXCERPT_TOKENS = 1 << 24
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 
 
@@ -53,11 +50,11 @@ class Blend:
         """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold.
 
         Args:
-            most: elements of an excerpt; None: `_EXCERPT_TOKENS`.
+            most: elements of an excerpt; None: as `excerpt` says.
         """
         checksum = 0
         for part, weight in zip(self.parts, self.weights, strict=True):
-            checksum = zlib.crc32(f"{len(part)} {len(part.labels)} {weight}".encode(), checksum)
+            checksum = zlib.crc32(f"{len(part)} {part.learnt} {weight}".encode(), checksum)
             for array in part.contents:
                 checksum = zlib.crc32(np.ascontiguousarray(excerpt(array, most)).data, checksum)
         return checksum
@@ -72,7 +69,7 @@ class Blend:
         """
         shares = np.zeros(vocab_size)
         for part, weight in zip(self.parts, self.weights, strict=True):
-            tokens = excerpt(part.labels)
+            tokens = part.some_labels()
             counts = np.full(vocab_size, pseudocount)
             for start in range(0, len(tokens), _COUNTED_TOKENS):
                 counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)
@@ -80,10 +77,5 @@ class Blend:
         return shares
 
 
-def excerpt(array: Array, most: int | None = None) -> np.ndarray:
-    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
-    most = most or _EXCERPT_TOKENS
-    if len(array) <= most:
-        return array[:]
-    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
-    return np.concatenate([array[start : start + most // 16] for start in starts])
+SampleDataset = Samples | RecordSamples | Blend
+"""A dataset of which microbatches are made."""

@@ -15,15 +15,15 @@ import json
 import os
 import re
 import shutil
+import sys
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.data.formats import Advance
-from megatron_noloco.data.inputs import Input
-from megatron_noloco.data.progress import Progress
+from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
@@ -31,6 +31,8 @@ from megatron_noloco.job import activity
 _FORMAT = 8  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
 _FACTS = "facts.json"
+_FIRST_SECONDS = 2.0  # nothing is shown of what takes less
+_TERMINAL_SECONDS, _LINE_SECONDS = 0.5, 30.0  # between two lines; on a terminal each replaces the one before
 
 
 class Recipe(NamedTuple):
@@ -111,17 +113,44 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
         if found := find_entry(folder, digest):
             return found
         total = sum(item.bytes for item in recipe.inputs)
-        with Progress(f"preparing {recipe.source}", total) as progress:
-            return _make(folder, digest, recipe, progress.advance)
+        with _shown(f"preparing {recipe.source}", total) as advance:
+            return _make(folder, digest, recipe, advance)
+
+
+@contextmanager
+def _shown(what: str, total: int) -> Iterator[Advance]:
+    """Show on stderr how many of `total` bytes are read, and when all will be; tell the watchdog."""
+    done, on_terminal, began = 0, sys.stderr.isatty(), time.monotonic()
+    following = began + _FIRST_SECONDS
+
+    def advance(read_bytes: int) -> None:
+        nonlocal done, following
+        done, now = done + read_bytes, time.monotonic()
+        left = f", {(now - began) * (total - done) / done:.0f} s left" if done else ""
+        line = f"{what}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
+        activity.now.part(line)
+        if now >= following:
+            following = now + (_TERMINAL_SECONDS if on_terminal else _LINE_SECONDS)
+            sys.stderr.write(f"\r\x1b[K{line}" if on_terminal else f"{line}\n")
+            sys.stderr.flush()
+
+    activity.now.part(what)
+    try:
+        yield advance
+    finally:
+        if on_terminal:
+            sys.stderr.write("\r\x1b[K")
 
 
 def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
     partial = folder / f"{digest}.partial-{uuid.uuid4().hex}"
     try:
-        with writing(folder, recipe.option):
+        with writing(folder, recipe.option):  # inputs that cannot be read are UserErrors
             partial.mkdir()
-        facts = {"source": recipe.source, **_written(recipe, digest, partial / "data", advance)}
-        write_text(partial / _FACTS, json.dumps(facts))
+            facts = {"source": recipe.source, **recipe.write(partial / "data", advance)}
+            write_text(partial / _FACTS, json.dumps(facts))
+        if recipe.digest != digest:
+            raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
         try:
             put_in_place(partial, folder / digest)
         except OSError:  # without locks, another process may have been faster
@@ -161,25 +190,6 @@ def facts_of(prefix: str) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads(Path(f"{prefix}.{_FACTS}").read_text())
     return {}
-
-
-def _written(recipe: Recipe, digest: str, prefix: Path, advance: Advance) -> dict[str, Any]:
-    """Write a dataset; raises UserError if an input changes meanwhile, whatever else that has caused."""
-    try:
-        facts = recipe.write(prefix, advance)
-        if recipe.digest == digest:
-            return facts
-    except OSError as error:
-        folder = str(prefix.parent.parent)
-        if not str(error.filename).startswith(folder):  # of an input
-            raise
-        with writing(folder, recipe.option):
-            raise
-    except Exception:
-        with suppress(OSError):  # a file that is gone
-            if recipe.digest == digest:
-                raise
-    raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
 
 
 def entries(folder: Path) -> list[Entry]:

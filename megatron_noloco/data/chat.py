@@ -21,6 +21,7 @@ _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # any other key m
 _NOT_WRITTEN = ("role", "name", "tool_call_id")  # templates leave them out, or write other words
 _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
 _KEY_IN_TEMPLATE = r"""\.\s*{0}\b|'{0}'|"{0}\""""  # message.content, message['content']
+_TOOLS_IN_TEMPLATE = r"""(?<![\w.'"])tools\b"""
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # the only way to the date that transformers gives
 _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 
@@ -33,11 +34,9 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path | None, content: Any, given: Path | None = None) -> None:
-        """Keep what was found; nothing is loaded before it is needed.
+        """Keep the tokenizer's folder, None for bytes, and the texts in its files; nothing is loaded before a use.
 
         Args:
-            folder: of the tokenizer; None: of the byte tokenizer.
-            content: the texts, as the files of the tokenizer have them; None where there is none.
             given: the folder that the user gave, for messages; None: the same.
         """
         self._folder, self._content, self._given = folder, content, given or folder
@@ -64,10 +63,6 @@ class ChatTemplate:
         found = self._loaded.get_chat_template(tools=tools)
         return _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), found)
 
-    def asks_for_date(self, tools: Any) -> bool:
-        """Return whether the template names the present date."""
-        return _NOW.search(self._loaded.get_chat_template(tools=tools)) is not None
-
     def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation.
 
@@ -89,13 +84,10 @@ class ChatTemplate:
         except Exception as error:  # templates raise anything for messages that they do not expect
             raise UserError(f"the chat template refuses the messages: {outside(line_of(error))}") from None
 
-    def reads_key(self, key: str, tools: Any) -> bool:
-        """Return whether the template names a key of messages."""
-        return re.search(_KEY_IN_TEMPLATE.format(re.escape(key)), self.text(tools)) is not None
-
-    def reads_tools(self, tools: Any) -> bool:
-        """Return whether the template names the tools of a conversation."""
-        return re.search(r"""(?<![\w.'"])tools\b""", self.text(tools)) is not None
+    def reads(self, name: str, tools: Any) -> bool:
+        """Return whether the template names a key of messages, or "tools" of a conversation."""
+        pattern = _TOOLS_IN_TEMPLATE if name == "tools" else _KEY_IN_TEMPLATE.format(re.escape(name))
+        return re.search(pattern, self.text(tools)) is not None
 
     def _takes_text(self, with_tools: bool) -> bool:
         """Return whether the template takes the arguments of tool calls as JSON text, not as an object."""
@@ -103,8 +95,7 @@ class ChatTemplate:
         arguments = {"key": "value"}
 
         def written(form: Any) -> str:
-            function = {"name": "f", "arguments": form}
-            call = {"id": "call00001", "type": "function", "function": function}
+            call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": form}}
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             with suppress(UserError):
                 return self.render([{"role": "user", "content": "a question"}, answer], tools)
@@ -131,15 +122,10 @@ class ChatTemplate:
 
 
 class Answer(NamedTuple):
-    """An answer as two texts."""
+    """An answer as two texts; both together are the text up to its end."""
 
     before: str  # what generation reads before it
     text: str  # its own, with what ends it
-
-    @property
-    def through(self) -> str:
-        """The text up to the answer's end."""
-        return self.before + self.text
 
 
 def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[list[Answer], int]:
@@ -159,7 +145,7 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
             tools = json.loads(tools)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError('"tools" must be a list of objects, or its JSON text')
-    if tools and not template.reads_tools(tools):
+    if tools and not template.reads("tools", tools):
         raise UserError('there are "tools", which the chat template does not read')
     messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
     places = [place for place, message in enumerate(messages) if message.pop("weight")]
@@ -203,7 +189,7 @@ def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dic
     if given.get("content") in (None, []) and not others:
         raise UserError(f'message {number} has no "content"')
     for key in others:
-        if not template.reads_key(key, tools):
+        if not template.reads(key, tools):
             raise UserError(
                 f'message {number} has the key "{key}", which the chat template does not read; there may '
                 f"be {', '.join(_KEYS)}, and what the template reads"
@@ -280,8 +266,8 @@ def _by_turns(messages: Messages, places: list[int], render: Callable[..., str])
             before, text = _answer(messages[start:], place - start, render)
             if not before.startswith(known):
                 return None
-            answers.append(Answer(answers[-1].through + before[len(known) :], text))
-        if answers[-1].through == render(messages[: places[-1] + 1]):
+            answers.append(Answer("".join(answers[-1]) + before[len(known) :], text))
+        if "".join(answers[-1]) == render(messages[: places[-1] + 1]):
             return answers
     return None
 

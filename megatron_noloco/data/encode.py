@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import PIECE, Advance, Piece, first_object, text_problem
-from megatron_noloco.data.inputs import Input, left_out
+from megatron_noloco.data.formats import PIECE, Advance, Input, Piece, first_object, text_problem
+from megatron_noloco.data.inputs import left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -31,7 +31,6 @@ _NOTES = {
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
     "empty_answers": "empty answers: {}, of which only the end is learnt",
     "endless": "answers after which the chat template writes no special token: {}, so generation goes on there",
-    "dated": "conversations whose chat template asks for the date: {}, it is 1 January 2025 in all",
     "joined": "answers that begin within a token of the prompt: {}, which generation reads apart",
     "learnt_apart": "later turns learnt apart: {}, which read earlier answers as other tokens",
 }
@@ -67,10 +66,6 @@ class Counts(Counter[str]):
         self.left_out: dict[str, list[Input]] = {}
         self.lost, self.lost_in = Counter[str](), dict[str, str]()
         self.records, self.roles = Counter[str](), Counter[str]()
-
-    def leave_out(self, name: str, item: Input) -> None:
-        self.left_out.setdefault(name, []).append(item)
-        self[name] += 1
 
     def count_texts(
         self,
@@ -147,7 +142,12 @@ def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Pi
     total = sum(item.bytes for item in inputs)
     records = any(item.kind != "text" for item in inputs)
     for item in inputs:
-        if _is_left_out(item, key, counts):
+        reason, advice = _why_left_out(item, key)
+        if reason:
+            if advice and item.folder is None:  # it was given itself
+                raise UserError(f"{item.path}: {advice}")
+            counts[reason] += 1
+            counts.left_out.setdefault(reason, []).append(item)
             counts.advance(item.bytes)
             continue
         counts["beside_records"] += records and item.kind == "text"
@@ -161,29 +161,23 @@ def _piece_of(total: int) -> int:
     return min(PIECE, max(total // _MANY_PIECES, min(total // _FEWEST_PIECES, _SMALL_PIECE), 1))
 
 
-def _is_left_out(item: Input, key: str, counts: Counts) -> bool:
-    """Return whether a file holds no documents, and count it.
+def _why_left_out(item: Input, key: str) -> tuple[str, str]:
+    """Return why a file holds no documents, by the name of a count, and what to do; "" for a file that is read.
 
-    A file that was given itself is left to its reader; raises UserError where there is none.
+    A file that was given itself is left to its reader, where that says what is wrong.
     """
     found = item.folder is not None
     if item.is_empty:
-        counts.leave_out("empty_files", item)
-        return True
-    unread = item.unread
-    if not unread and found and item.kind == "text" and text_problem(item.path):
-        unread = "not_text", ""
-    elif not unread and item.kind == "text" and first_object(item.path) is not None:
-        unread = "unnamed_lines", "holds lines of JSON; give it a name that ends with .jsonl"
-    elif not unread and found and item.path.suffix == ".json" and key not in (first_object(item.path) or ()):
-        unread = "not_lines", ""
-    if not unread:
-        return False
-    reason, advice = unread
-    if not found:
-        raise UserError(f"{item.path}: {advice}")
-    counts.leave_out(reason, item)
-    return True
+        return "empty_files", ""
+    if item.unread:
+        return item.unread
+    if found and item.kind == "text" and text_problem(item.path):
+        return "not_text", ""
+    if item.kind == "text" and first_object(item.path) is not None:
+        return "unnamed_lines", "holds lines of JSON; give it a name that ends with .jsonl"
+    if found and item.path.suffix == ".json" and key not in (first_object(item.path) or ()):
+        return "not_lines", ""
+    return "", ""
 
 
 def encode(

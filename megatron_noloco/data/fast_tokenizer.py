@@ -1,4 +1,4 @@
-"""A Hugging Face fast tokenizer, from a folder that `auto_tokenizer` keeps."""
+"""A Hugging Face fast tokenizer, from a folder that `tokenizer` keeps."""
 
 import hashlib
 import json
@@ -18,8 +18,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object, sha256_of
 
 KEPT_MARK = "read_by_transformers"  # file of a kept folder, which names what was switched off
-_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_MORE_TEMPLATES = "additional_chat_templates"  # a folder
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 
 
@@ -56,8 +55,6 @@ class FastTokenizer:
         """Load a kept folder; raises UserError where it lacks a tokenizer, an end-of-document token, or the BOS.
 
         Args:
-            split_special_tokens: whether a special token that a text spells out is text.
-            prepend_bos: whether each document begins with the tokenizer's BOS.
             given: the folder that the user gave, for messages; None: the same.
         """
         from tokenizers import Tokenizer
@@ -215,16 +212,9 @@ class FastTokenizer:
 
     def copy_to(self, folder: Path) -> None:
         """Copy the files from which the tokenizer can be built again, unless they are there."""
-        files = _files_in(self._kept)
-        if _files_in(folder) == files:
-            return
-        partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        for name in files:
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self._kept / name, partial / name)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        if _files_in(folder) != _files_in(self._kept):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self._kept, folder, ignore=shutil.ignore_patterns("facts.json"))
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -241,10 +231,9 @@ class FastTokenizer:
 
 def _files_in(folder: Path) -> dict[str, str]:
     """Return the files from which a tokenizer can be built again, each with the hex SHA-256 of its content."""
-    names = [_TOKENIZER, _CONFIG, _TEMPLATE, KEPT_MARK]
-    names += [f"{_MORE_TEMPLATES}/{path.name}" for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja"))]
-    there = (name for name in names if (folder / name).is_file())
-    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in there}
+    found = [folder / name for name in (_TOKENIZER, _CONFIG, KEPT_MARK)] + sorted(folder.rglob("*.jinja"))
+    files = {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 def _without_defaults(content: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import (
@@ -20,6 +21,9 @@ from megatron_noloco.files import (
     without_mark,
 )
 
+JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
+_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 PIECE = 1 << 16  # characters of a text that are read and encoded as one sequence
 _BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
@@ -39,6 +43,79 @@ class Piece(NamedTuple):
     begins: bool = True  # whether it is the first of its document
     ends: bool = True  # whether it is the last
     file: str = ""  # name of its file
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file to read.
+
+    Attributes:
+        folder: the given folder in which the file was found; None: the file itself was given.
+    """
+
+    path: Path
+    folder: Path | None
+
+    @property
+    def name(self) -> str:
+        """Name that is the same wherever the given file or folder lies."""
+        return self.path.name if self.folder is None else self.path.relative_to(self.folder).as_posix()
+
+    @property
+    def kind(self) -> Literal["text", "jsonl", "table"]:
+        """What the file holds by its name, compressed or not."""
+        if self.path.name.lower().endswith(TABLES):
+            return "table"
+        return "jsonl" if _unpacked_name(self.path).endswith(JSON_LINES) else "text"
+
+    @property
+    def unread(self) -> tuple[str, str] | None:
+        """Why the file is not read, by the name of a count, and what to do; None for a file that is read."""
+        if command := _UNPACK.get(self.path.suffix.lower()):
+            return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
+        if _unpacked_name(self.path).endswith((".csv", ".tsv")):
+            return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
+        if _first_bytes(self.path, len(_LFS_POINTER)) == _LFS_POINTER:
+            return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
+        return None
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return self.path.stat().st_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing but a byte order mark."""
+        return not without_mark(_first_bytes(self.path, 4))
+
+    def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
+        """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
+        if self.kind == "table":
+            return _read_table(self.path, advance, columns)
+        return _read_lines(self.path, advance)
+
+    def pieces(self, key: str, advance: Advance, size: int) -> Iterator[Piece]:
+        """Yield the documents in order, without blank lines; raises UserError that names the file, and the place.
+
+        Args:
+            key: of JSON, or the column of a table.
+            size: characters of a document that are a piece of their own.
+        """
+        if self.kind == "text":
+            documents = iter([_read_text(self.path, advance)])
+        else:
+            rows = self.rows(advance, [key])
+            documents = (iter([_text_of(place, fields, key)]) for place, fields in rows)
+        for document in documents:
+            for piece in cut(document, size):
+                yield piece._replace(file=self.name)
+
+
+def _first_bytes(path: Path, number: int) -> bytes:
+    """Return the first bytes on disk; raises UserError for a file that cannot be read."""
+    with _opened(path) as (raw, _):
+        return raw.read(number)
 
 
 def text_problem(path: Path) -> str:
@@ -65,7 +142,7 @@ def cut(parts: Iterable[str], size: int) -> Iterator[Piece]:
     yield Piece(rest, begins)
 
 
-def read_text(path: Path, advance: Advance) -> Iterator[str]:
+def _read_text(path: Path, advance: Advance) -> Iterator[str]:
     """Read a text in parts of `PIECE` characters; raises UserError that names the file."""
     before = 0
     with _opened(path) as (raw, file):
@@ -83,7 +160,7 @@ def read_text(path: Path, advance: Advance) -> Iterator[str]:
             reader.detach()
 
 
-def text_of(place: str, fields: Any, key: str) -> str:
+def _text_of(place: str, fields: Any, key: str) -> str:
     """Return the text under a key of a row, "" for null; raises UserError that names the place."""
     other = "`data preprocess --json-keys` takes another"
     if not isinstance(fields, dict):
@@ -110,7 +187,7 @@ def first_object(path: Path) -> dict[str, Any] | None:
         return first if isinstance(first, dict) else None
 
 
-def read_lines(path: Path, advance: Advance) -> Iterator[Row]:
+def _read_lines(path: Path, advance: Advance) -> Iterator[Row]:
     """Yield each line of JSON that is not blank; raises UserError that names the line.
 
     pyarrow's reader parses faster, but its errors name no line, and it requires the same type under a key in every
@@ -151,7 +228,7 @@ def _parse(line: bytes) -> Any:
     raise UserError(problem)
 
 
-def read_table(path: Path, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
+def _read_table(path: Path, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a Parquet or Arrow file, with values as JSON has them; raises UserError.
 
     Args:
@@ -220,9 +297,15 @@ def _as_json(value: Any, kind: Any) -> Any:
     return [_as_json(held, kind.value_type) for held in value]
 
 
+def _unpacked_name(path: Path) -> str:
+    """Return the name of a file, in small letters, without the suffix of a compression."""
+    name = path.name.lower()
+    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file, and what it holds before compression; raises UserError when it cannot be decompressed."""
+    """Open a file, and what it holds before compression; raises UserError for what cannot be read."""
     suffix = path.suffix.lower()
     try:
         with path.open("rb") as raw:
@@ -234,8 +317,8 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 stream = pyarrow.CompressedInputStream(raw, COMPRESSIONS[suffix])
                 yield raw, io.BufferedReader(stream, PIECE)
     except OSError as error:
-        if suffix not in COMPRESSIONS:
-            raise
+        if suffix not in COMPRESSIONS or error.filename is not None:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         advice = ""
         if "memory" in str(error):  # of zstd, whose window is limited to 128 MB
             advice = f"; `zstd -d --long=31 {path.name}` unpacks what was written with --long"

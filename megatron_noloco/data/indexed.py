@@ -11,7 +11,7 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
-_ENDS_AT_ONCE = 1 << 16  # documents whose last tokens are looked at together
+_FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -68,14 +68,10 @@ class IndexedDataset(Dataset):
     offsets: "Offsets"
     document_bounds: np.ndarray
 
-    def ends_with(self, token: int, most: int | None = None) -> bool:
-        """Return whether any of its documents, of the first `most` if that is given, ends with a token."""
-        bounds = self.document_bounds
-        for first in range(1, min(len(bounds), most or len(bounds)), _ENDS_AT_ONCE):
-            ends = self.offsets[bounds[first : first + _ENDS_AT_ONCE]]
-            if (self.tokens[ends[ends > 0] - 1] == token).any():
-                return True
-        return False
+    def ends_with(self, token: int) -> bool:
+        """Return whether any of its first documents ends with a token."""
+        ends = self.offsets[self.document_bounds[1 : _FIRST_DOCUMENTS + 1]]
+        return bool((self.tokens[ends[ends > 0] - 1] == token).any())
 
     def part(self, first: int, stop: int, name: str = "dataset") -> "Dataset":
         """Return sequences `first` to `stop`, as views of the files."""
@@ -108,17 +104,15 @@ def read_indexed(prefix: str) -> IndexedDataset:
         begins[0] != 0
         or lengths.min() < 0
         or not all(np.array_equal(found, own * np.int64(dtype.itemsize)) for found, own in bytes_between)
-    ):
-        raise UserError(f"{idx_path}: its sequences do not lie one after the other")
-    if (
-        bounds[:1] != 0
+        or bounds[:1] != 0
         or bounds[-1:] != sequences
         or not all((np.diff(bounds[piece]) >= 0).all() for piece in _pieces(len(bounds)))
     ):
         raise UserError(
-            f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
+            f"{idx_path}: its sequences or documents do not lie one after the other, to the end; it was not "
+            "finished, or is altered"
         )
-    mask, mask_path = None, _mask_of(prefix)
+    mask, mask_path = None, Path(f"{prefix}.mask")
     if mask_path.exists():
         mask = _mapped(mask_path, np.bool_)
         if len(mask) != tokens:
@@ -193,10 +187,6 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
 
 
-def _mask_of(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.mask")
-
-
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Map an .idx file into memory; raises UserError unless it is complete.
 
@@ -204,11 +194,10 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     each begins, int64 [sequences]; the first sequence of each document, and the end, int64 [documents + 1].
     """
     index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-    if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
-        raise UserError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
-    _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
-    if version != _VERSION or code not in _DTYPES:
-        raise UserError(f"{path}: version {version} with token type {code} is not known")
+    header = index[: _HEADER.size].tobytes().ljust(_HEADER.size, b"\0")
+    magic, version, code, sequences, bounds = _HEADER.unpack(header)
+    if (magic, version) != (_MAGIC, _VERSION) or code not in _DTYPES:
+        raise UserError(f"{path}: not a Megatron index (MMIDIDX, version 1, a type of whole numbers)")
     needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
     if len(index) < needed:
         raise UserError(f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short")
@@ -233,9 +222,8 @@ class IndexedWriter:
         self._prefix = prefix
         self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
         self._lengths, self._bounds = array("i"), array("q", [0])
-        self._stack = ExitStack()
-        paths = [Path(f"{prefix}.bin"), _mask_of(prefix)][: 1 + masked]
-        self._files = [self._stack.enter_context(path.open("wb")) for path in paths]
+        paths = [Path(f"{prefix}.{name}") for name in ("bin", "mask")[: 1 + masked]]
+        self._files = [path.open("wb") for path in paths]
 
     def __len__(self) -> int:
         """Return the number of sequences so far."""
@@ -245,8 +233,9 @@ class IndexedWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with suppress(OSError):  # of what a full disk does not take, and nobody needs
-            self._stack.close()
+        for file in self._files:
+            with suppress(OSError):  # of what a full disk does not take, and nobody needs
+                file.close()
 
     def add(self, tokens: np.ndarray, ends_document: bool, mask: np.ndarray | None = None) -> None:
         """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document.
@@ -268,7 +257,7 @@ class IndexedWriter:
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
         index = Path(f"{self._prefix}.idx")
-        self._files.append(self._stack.enter_context(index.open("wb")))
+        self._files.append(index.open("wb"))
         header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds))
         parts = lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)
         with naming_file(index):
@@ -277,37 +266,3 @@ class IndexedWriter:
             with naming_file(Path(file.name)):
                 file.close()
                 sync(Path(file.name))
-
-
-_PREVIEW_TOKENS, _PREVIEW_LEARNT = 60, 1000  # of a document, of a record
-
-
-def report(dataset: IndexedDataset, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
-    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
-    bounds = dataset.document_bounds
-    lengths = np.diff(dataset.offsets[bounds])
-    yield f"dataset: {dataset.name} ({dataset.tokens.nbytes / 1e6:.1f} MB, {dataset.tokens.dtype} tokens)"
-    yield f"documents: {len(lengths)}, in {dataset.sequences} sequences"
-    yield f"tokens: {len(dataset.tokens)}"
-    yield (
-        f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
-        f"mean {lengths.mean():.1f}, longest {lengths.max()}"
-    )
-    for number in range(min(samples, len(lengths))):
-        document = dataset.part(*bounds[number : number + 2])
-        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
-        if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
-            ids = " ".join(map(str, tokens[:12]))
-            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
-        elif document.mask is None:
-            shown = repr(tokenizer.decode(tokens))
-        else:
-            shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
-        yield f"document {number}: {shown}"
-
-
-def _with_learnt_marked(tokens: np.ndarray, mask: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the text of tokens with their special tokens, and that of tokens with a loss in brackets."""
-    stretches = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(mask)) + 1)
-    texts = [(repr(tokenizer.decode(tokens[at], special=True)), mask[at[0]]) for at in stretches]
-    return " ".join(f"[learnt: {text}]" if learnt else text for text, learnt in texts)

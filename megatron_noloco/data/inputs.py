@@ -1,100 +1,19 @@
-"""Find the files of an input, each once, and say what their names tell of their content."""
+"""Find the files of an input, each once."""
 
 import os
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from megatron_noloco.data.formats import (
-    COMPRESSIONS,
-    Advance,
-    Piece,
-    Row,
-    cut,
-    read_lines,
-    read_table,
-    read_text,
-    text_of,
-)
+from megatron_noloco.data.formats import Input
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, read_object, without_mark
+from megatron_noloco.files import outside, read_object
 
-JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
-_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMED = 3  # files of each kind in a summary
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-Kind = Literal["text", "jsonl", "table"]
-
-
-@dataclass(frozen=True)
-class Input:
-    """One file to read.
-
-    Attributes:
-        folder: the given folder in which the file was found; None: the file itself was given.
-    """
-
-    path: Path
-    folder: Path | None
-
-    @property
-    def name(self) -> str:
-        """Name that is the same wherever the given file or folder lies."""
-        return self.path.name if self.folder is None else self.path.relative_to(self.folder).as_posix()
-
-    @property
-    def kind(self) -> Kind:
-        return _kind(self.path)
-
-    @property
-    def unread(self) -> tuple[str, str] | None:
-        """Why the file is not read, by the name of a count, and what to do; None for a file that is read."""
-        if command := _UNPACK.get(self.path.suffix.lower()):
-            return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
-        if _unpacked_name(self.path).endswith((".csv", ".tsv")):
-            return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
-        with self.path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
-        return None
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        return self.path.stat().st_size
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing but a byte order mark."""
-        with self.path.open("rb") as file:
-            return not without_mark(file.read(4))
-
-    def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
-        """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
-        if self.kind == "table":
-            return read_table(self.path, advance, columns)
-        return read_lines(self.path, advance)
-
-    def pieces(self, key: str, advance: Advance, size: int) -> Iterator[Piece]:
-        """Yield the documents in order, without blank lines; raises UserError that names the file, and the place.
-
-        Args:
-            key: of JSON, or the column of a table.
-            size: characters of a document that are a piece of their own.
-        """
-        if self.kind == "text":
-            documents = iter([read_text(self.path, advance)])
-        else:
-            rows = self.rows(advance, [key])
-            documents = (iter([text_of(place, fields, key)]) for place, fields in rows)
-        for document in documents:
-            for piece in cut(document, size):
-                yield piece._replace(file=self.name)
 
 
 class Inputs(NamedTuple):
@@ -105,11 +24,13 @@ class Inputs(NamedTuple):
 
 
 def find_inputs(places: Iterable[str], option: str) -> Inputs:
-    """Return the files at `places`; folders are searched recursively, without hidden files.
+    """Return the files at `places`, each once; folders are searched recursively, without hidden files.
+
+    Of several names of a file a name of records goes before others, then the file's own path before links.
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
     """
-    paths, folders, dead = list[Path](), dict[Path, Path | None](), 0
+    found, dead = list[Input](), 0
     for place in places:
         given = Path(place).expanduser()
         if not given.exists():
@@ -118,24 +39,21 @@ def find_inputs(places: Iterable[str], option: str) -> Inputs:
         for path in _paths_below(given) if given.is_dir() else [given]:
             dead += not path.exists()
             if path.is_file() or path == given:
-                paths.append(path)
-                folders.setdefault(path, given if given.is_dir() else None)
-    further = once(paths)
-    notes = f"; further paths to files that are read once: {sum(further.values())}" * any(further.values())
-    notes += f"; links that lead nowhere, left out: {dead}" * (dead > 0)
-    return Inputs([Input(path, folders[path]) for path in further], notes)
+                found.append(Input(path, given if given.is_dir() else None))
+    best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
+    chosen = {_identity(item.path): item for item in reversed(best_first)}
+    files = [item for item in dict.fromkeys(found) if chosen[_identity(item.path)] == item]
+    return Inputs(files, f"; links that lead nowhere, left out: {dead}" * (dead > 0))
 
 
 def left_out(files: Collection[Input], words: str) -> str:
-    """Return files that are left out in words: how many, the names of the first ones, the bytes of all.
+    """Return files that are left out in words: how many, and the names of the first ones.
 
     Args:
         words: what they are, with {} for the "s" of several.
     """
     names = [outside(item.name) for item in islice(files, _NAMED)] + ["..."] * (len(files) > _NAMED)
-    size = sum(item.bytes for item in files)
-    names_and_size = ", ".join(names) + f"; {size:,} bytes" * (size > 0)
-    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({names_and_size})"
+    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({', '.join(names)})"
 
 
 def find_standard_library() -> Inputs:
@@ -153,18 +71,6 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     return list(filter(Path.is_file, _paths_below(folder, skipped)))
 
 
-def once(paths: Collection[Path]) -> dict[Path, int]:
-    """Return one path to each file, in their order, and the number of further paths to it, such as links.
-
-    A name that says that a file holds records goes before others, then the file's own path before links.
-    """
-    groups: dict[tuple[int, int], list[Path]] = {}
-    for path in sorted(paths, key=lambda path: (_kind(path) == "text", path.is_symlink())):
-        groups.setdefault(_identity(path), []).append(path)
-    further = {first: len(others) for first, *others in groups.values()}
-    return {path: further[path] for path in paths if path in further}
-
-
 def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
     """Raise UserError when an output lies in a folder of text, or in one that is linked there.
 
@@ -172,9 +78,7 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
         outputs: by option.
         folder: may be a file, in which nothing lies.
     """
-    if not folder.is_dir():
-        return
-    below = {_identity(parent) for parent, _ in _folders_from(folder, ())}
+    below = {_identity(parent) for parent, _ in _folders_from(folder, ())} if folder.is_dir() else ()
     for option, output in outputs.items():
         real = output.resolve()
         if any(_identity(path) in below for path in (real, *real.parents) if path.exists()):
@@ -182,19 +86,6 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
                 f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
                 f"text; give another {option}"
             )
-
-
-def _kind(path: Path) -> Kind:
-    """Return what a file holds by its name, compressed or not."""
-    if path.name.lower().endswith(TABLES):
-        return "table"
-    return "jsonl" if _unpacked_name(path).endswith(JSON_LINES) else "text"
-
-
-def _unpacked_name(path: Path) -> str:
-    """Return the name of a file, in small letters, without the suffix of a compression."""
-    name = path.name.lower()
-    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
 
 
 def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.samples import IGNORED, SampleDataset, in_samples
+from megatron_noloco.data.blend import SampleDataset
+from megatron_noloco.data.samples import IGNORED, in_samples
 from megatron_noloco.errors import UserError
 from megatron_noloco.monitor.metrics import Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
@@ -84,8 +85,7 @@ class ValidationSource:
         return self.count
 
     def microbatch(self, index: int) -> Microbatch:
-        if not 0 <= index < self.count:
-            raise IndexError(f"validation microbatch {index} is outside 0..{self.count - 1}")
+        assert 0 <= index < self.count, index
         first = index * self.micro_batch_size
         found = gather(self.dataset, self.order.ids(first, self.micro_batch_size))
         found.labels[max(0, len(self.dataset) - first) :] = IGNORED

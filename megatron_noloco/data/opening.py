@@ -1,42 +1,28 @@
 """Open the training and validation data of a run: make the dataset if there is none, map it, divide it."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_noloco.data.blend import Blend, excerpt
+from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.corpus import corpus_of
+from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
+from megatron_noloco.data.encode import check_lost
 from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
-from megatron_noloco.data.inputs import Inputs, find_inputs, find_standard_library
-from megatron_noloco.data.kinds import (
-    SPLITS,
-    TRAINING,
-    VALIDATION,
-    Documents,
-    Kind,
-    Preprocessed,
-    Records,
-    Weighted,
-)
-from megatron_noloco.data.record_samples import RecordSamples, samples_apart
-from megatron_noloco.data.records import find_records, whole_source
-from megatron_noloco.data.samples import Samples, check_vocabulary, in_samples
-from megatron_noloco.data.sources import (
-    STANDARD_LIBRARY,
-    IndexedSource,
-    Needs,
-    RecordSource,
-    Source,
-)
+from megatron_noloco.data.record_samples import DocumentSamples, RecordSamples
+from megatron_noloco.data.records import whole_source
+from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
+from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.plans.sample_order import slots_of
 
 _FINGERPRINT_TOKENS = 1 << 16
-_COMPARED = 1 << 10, 1 << 15  # sequences of validation, and of training, that are compared
+TRAINING, VALIDATION = range(2)
 
 # Counters of a checkpoint, with the checksums of the training and of the validation data
 TRAINING_DATA, VALIDATION_DATA = "training_data_2", "validation_data"
@@ -75,15 +61,113 @@ class Data:
         return float(-(self.validation.frequencies(self.vocab_size, pseudocount=0) @ np.log(probabilities)))
 
 
-def kind_of(source: Source, tokenizer: Tokenizer) -> Kind:
-    """Return what a source holds; raises UserError if there are no files."""
+class Opened:
+    """The datasets of a source, mapped.
+
+    Attributes:
+        facts: about the dataset that was made of a text or of records; empty for datasets that were there.
+        members: of training and of validation, the datasets of the blend, before they are divided, each with its
+            share; None: there are none.
+    """
+
+    def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
+        """Make the dataset, if there is none; raises UserError."""
+        self.source, self.tokenizer, self.facts = source, tokenizer, dict[str, Any]()
+        self.members: list[list[tuple[IndexedDataset, float]] | None]
+        if isinstance(source, IndexedSource):
+            training = self._blend_of(source.train)
+            validation = None if source.validation is None else self._blend_of(source.validation)
+            self.members = [training, training if source.split else validation]
+            return
+        entry = corpus_of(source, tokenizer).make()
+        check_lost(entry.facts, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
+        self.facts = entry.facts
+        self.members = [[(open_indexed(entry.prefix, tokenizer, source.name), 1.0)]] * 2
+
+    def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
+        """Return the datasets with their shares, by their tokens where none are given."""
+        datasets = [(open_indexed(prefix, self.tokenizer), share) for prefix, share in prefixes]
+        total = sum(len(dataset.tokens) for dataset, _ in datasets)
+        return [
+            (dataset, len(dataset.tokens) / total if share is None else share) for dataset, share in datasets
+        ]
+
+    def blend(self, needs: Needs, split: int) -> Blend:
+        """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
+        members = self._members(split)
+        for dataset, _ in members:
+            _check_ends(dataset, needs)
+        parts = [self._samples(part, needs, split) for part in self.parts(split)]
+        for part in parts:
+            _check_tokens(part, needs.vocab_size)
+        return Blend(parts, [weight for _, weight in members])
+
+    def parts(self, split: int) -> list[Dataset]:
+        """Return the datasets of a split, or what it has of them; raises UserError."""
+        whole = self.source.split is None
+        return [dataset if whole else self._part(dataset, split) for dataset, _ in self._members(split)]
+
+    def _members(self, split: int) -> list[tuple[IndexedDataset, float]]:
+        if (members := self.members[split]) is None:
+            raise UserError(
+                "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
+            )
+        return members
+
+    def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
+        """Return the part of a dataset that a split has, in the order of its sequences or records."""
+        assert self.source.split is not None
+        records, unit = isinstance(self.source, RecordSource), "sequences"
+        units, share = dataset.sequences, astuple(self.source.split)[split]
+        if records:
+            units, unit = len(dataset.document_bounds) - 1, "records"
+        first, stop = self.source.split.bounds(units)[split : split + 2]
+        if records:
+            first, stop = dataset.document_bounds[[first, stop]].tolist()
+        name = f"the {SPLITS[split]} split of {dataset.name}"
+        part = dataset.part(first, stop, name)
+        if not len(part.tokens):
+            raise UserError(
+                f"data.split: a share of {share:.4g} leaves {name} empty ({units} {unit}); raise its weight, "
+                f"add {unit}, or give data.train_data_path and data.valid_data_path"
+            )
+        return part
+
+    def _samples(self, part: Dataset, needs: Needs, split: int) -> Samples | RecordSamples:
+        """Return samples; those of validation are not shuffled, so that every run is evaluated on the same."""
+        if isinstance(self.source, RecordSource):
+            end = self.tokenizer.end_of_document
+            return RecordSamples(part, needs.seq_length, self.source.packed, end)
+        return ShuffledSamples(part, needs) if split == TRAINING else Samples(part, needs)
+
+    def divided(self, needs: Needs) -> Data:
+        """Return the data of a run; raises UserError as `open_data` does."""
+        training = self.blend(needs, TRAINING)
+        validation = self.blend(needs, VALIDATION) if needs.evaluates else None
+        if len(training) < needs.global_batch:
+            raise UserError(
+                f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
+                f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
+                "gradient_accumulation_steps, model.seq_length or the number of replicas"
+            )
+        blends = [training, validation]
+        if isinstance(self.source, IndexedSource):
+            datasets = [dataset for members in self.members for dataset, _ in members or ()]
+            lines = indexed_in_words(datasets, blends, self.tokenizer)
+        else:
+            lines = [made_in_words(self.source.name, self._members(TRAINING)[0][0], self.facts, blends)]
+        lines += epochs(training, needs)
+        if validation is not None:
+            lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
+        return Data(training, validation, "; ".join(lines), needs.vocab_size)
+
+
+def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
+    """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
     if isinstance(source, IndexedSource):
-        return Preprocessed(source, tokenizer, Inputs([]))
-    if isinstance(source, RecordSource):
-        return Records(source, tokenizer, find_records(source.path, source.option))
-    is_library = source.path == STANDARD_LIBRARY
-    inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
-    return Documents(source, tokenizer, inputs)
+        Opened(source, tokenizer)
+    else:
+        corpus_of(source, tokenizer).check(output_dir)
 
 
 def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
@@ -91,60 +175,7 @@ def open_data(source: Source, tokenizer: Tokenizer, needs: Needs) -> Data:
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
-    kind = kind_of(source, tokenizer)
-    kind.open()
-    return _divided(kind, needs)
-
-
-def _divided(kind: Kind, needs: Needs) -> Data:
-    """Divide datasets that are mapped; raises UserError as `open_data` does."""
-    training = _blend(kind, needs, TRAINING)
-    validation = _blend(kind, needs, VALIDATION) if needs.evaluates else None
-    if len(training) < needs.global_batch:
-        raise UserError(
-            f"corpus too small: one global batch needs {in_samples(needs.global_batch, needs.seq_length)}, "
-            f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
-            "gradient_accumulation_steps, model.seq_length or the number of replicas"
-        )
-    lines = [kind.summary(training, validation), *_epochs(training, needs)]
-    if validation is not None:
-        lines += _read_twice(_datasets(kind, TRAINING), _datasets(kind, VALIDATION))
-    return Data(training, validation, "; ".join(lines), needs.vocab_size)
-
-
-def _epochs(training: Blend, needs: Needs) -> Iterator[str]:
-    """Yield how often a run of known length reads the training samples of each dataset."""
-    if not needs.steps:
-        return
-    slots, samples = slots_of(training.weights), needs.steps * needs.global_batch
-    epochs = [
-        f"{samples * slot / sum(slots) / len(part):.3g} of {part.name}"
-        for part, slot in zip(training.parts, slots, strict=True)
-    ]
-    yield f"epochs in {needs.steps} steps: {', '.join(epochs)}"
-
-
-def _read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
-    """Yield how many sequences of validation are also of training; of large datasets some are compared."""
-    evaluated = list(_some_sequences(validation, _COMPARED[0]))
-    trained = set(_some_sequences(training, _COMPARED[1], {*map(len, evaluated)}))
-    if twice := sum(sequence in trained for sequence in evaluated):
-        yield (
-            f"sequences of validation that are also training data: {twice} of {len(evaluated)} compared; the loss "
-            "on them says nothing of other text"
-        )
-
-
-def _some_sequences(
-    datasets: list[Dataset], most: int, sizes: Collection[int] | None = None
-) -> Iterator[bytes]:
-    """Yield up to `most` sequences of each dataset, evenly spread, as bytes; `sizes`: those of so many bytes."""
-    for dataset in datasets:
-        places = np.unique(np.linspace(0, dataset.sequences - 1, most, dtype=np.int64))
-        begins, ends = (dataset.offsets[at] - dataset.offsets[:1] for at in (places, places + 1))
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            if sizes is None or (end - begin) * np.int32().itemsize in sizes:
-                yield dataset.tokens[begin:end].astype(np.int32).tobytes()
+    return Opened(source, tokenizer).divided(needs)
 
 
 def open_validation(
@@ -156,21 +187,19 @@ def open_validation(
         counters: of the run's checkpoint, which say what it was trained on.
         seq_length: tokens in a sample of the run.
     """
-    kind = kind_of(source, tokenizer)
-    kind.open()
-    data = _divided(kind, replace(needs, seq_length=seq_length))
-    own = isinstance(source, IndexedSource) and source.validation is not None  # datasets of its own
+    opened = Opened(source, tokenizer)
+    data = opened.divided(replace(needs, seq_length=seq_length))
     changed = any(
         counters.get(name, checksum) != checksum
         for name, checksum in data.checksums.items()
-        if not own or name == VALIDATION_DATA
+        if source.split is not None or name == VALIDATION_DATA  # else validation has datasets of its own
     )
     if changed:
         raise UserError(
             "the data have other contents than those that the run was trained on, or another order, so its "
             "validation split is not known (evaluate: give --data)"
         )
-    return _blend(kind, needs, VALIDATION)
+    return opened.blend(needs, VALIDATION)
 
 
 def open_whole(
@@ -181,7 +210,10 @@ def open_whole(
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
     dataset, notes = open_any(data, tokenizer, cache)
-    samples = samples_apart(dataset, needs.seq_length, tokenizer)
+    if dataset.mask is None:
+        samples: RecordSamples = DocumentSamples(dataset, needs.seq_length, tokenizer)
+    else:
+        samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
     _check_tokens(samples, needs.vocab_size)
     return samples, notes
 
@@ -190,50 +222,9 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple
     """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
     prefix, notes = data, ""
     if not Path(f"{data}.idx").exists():
-        entry = kind_of(whole_source(data, cache), tokenizer).make()
+        entry = corpus_of(whole_source(data, cache), tokenizer).make()
         prefix, notes = entry.prefix, entry.facts["notes"].removeprefix("; ")
     return open_indexed(prefix, tokenizer, data), notes
-
-
-def _blend(kind: Kind, needs: Needs, split: int) -> Blend:
-    """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-    members = _members(kind, split)
-    for dataset, _ in members:
-        _check_ends(dataset, needs)
-    parts = [kind.samples(dataset, needs, split) for dataset in _datasets(kind, split)]
-    for part in parts:
-        _check_tokens(part, needs.vocab_size)
-    return Blend(parts, [weight for _, weight in members])
-
-
-def _members(kind: Kind, split: int) -> Weighted:
-    """Return the datasets of which a split is all or a part; raises UserError."""
-    members = kind.validation if kind.source.split is None and split == VALIDATION else kind.training
-    if members is None:
-        raise UserError(
-            "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
-        )
-    return members
-
-
-def _datasets(kind: Kind, split: int) -> list[Dataset]:
-    """Return the datasets of a split; raises UserError."""
-    whole = kind.source.split is None
-    return [dataset if whole else _part(kind, dataset, split) for dataset, _ in _members(kind, split)]
-
-
-def _part(kind: Kind, dataset: IndexedDataset, split: int) -> Dataset:
-    """Return the part of a dataset that a split has; raises UserError if there is none."""
-    bounds, units = kind.bounds(dataset)
-    name = f"the {SPLITS[split]} split of {dataset.name}"
-    part = dataset.part(bounds[split], bounds[split + 1], name)
-    if not len(part.tokens):
-        share = f"{astuple(kind.source.split)[split]:.4g}"
-        raise UserError(
-            f"data.split: a share of {share} leaves {name} empty ({units} {kind.unit}); raise its weight, "
-            f"add {kind.unit}, or give data.train_data_path and data.valid_data_path"
-        )
-    return part
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

@@ -2,12 +2,12 @@
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_noloco.data.indexed import Dataset, IndexedDataset
-from megatron_noloco.data.samples import IGNORED, Array, Sample, check_index
+from megatron_noloco.data.samples import IGNORED, Sample, excerpt
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
@@ -22,6 +22,7 @@ class RecordSamples:
     Attributes:
         too_long: whether each sequence is longer than a sample, bool [sequences].
         left_out: whether each is left out, bool [sequences].
+        learnt: number of tokens that have a loss.
     """
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
@@ -40,7 +41,7 @@ class RecordSamples:
         learnt = self._learnt(begins, lengths)
         fit = learnt > 0
         self.left_out = ~fit
-        self._begins, self._lengths, self._learnt_lengths = begins[fit], lengths[fit], learnt[fit]
+        self._begins, self._lengths, self.learnt = begins[fit], lengths[fit], int(learnt.sum())
         if not fit.any():
             raise UserError(
                 f"{self.name}: none of {len(fit)} records has an answer within {seq_length} tokens"
@@ -75,26 +76,20 @@ class RecordSamples:
         read = slice(self._begins[place], self._begins[place] + self._lengths[place])
         return self._tokens[read], self._mask[read]
 
-    def _learnt_of(self, place: int) -> np.ndarray:
-        tokens, answer = self._record(place)
-        return tokens[1:][answer[1:]]
+    def some_labels(self) -> np.ndarray:
+        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
+        return excerpt(self._tokens)[excerpt(self._mask)]
 
     @property
-    def labels(self) -> Array:
-        """All tokens that have a loss, one record after the other."""
-        return _Joined(self._learnt_lengths, self._learnt_of)
-
-    @property
-    def contents(self) -> tuple[Array, ...]:
+    def contents(self) -> tuple[np.ndarray, ...]:
         """All that samples are made of: the tokens of all records, which of them are answers, and each length."""
-        tokens = _Joined(self._lengths, lambda place: self._record(place)[0])
-        return tokens, _Joined(self._lengths, lambda place: self._record(place)[1]), self._lengths
+        return self._tokens, self._mask, self._lengths
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> Sample:
-        check_index(self, index)
+        assert 0 <= index < len(self), index
         places = self._places[self._ends[index - 1] if index else 0 : self._ends[index]]
         tokens = np.full(self.seq_length, self.padding, dtype=np.int64)
         labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
@@ -144,31 +139,6 @@ class DocumentSamples(RecordSamples):
         number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         begins = np.repeat(firsts, pieces) + number * self.seq_length
         return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
-
-
-def samples_apart(dataset: IndexedDataset, seq_length: int, tokenizer: Tokenizer) -> RecordSamples:
-    """Return samples of the records or documents of a dataset, each read apart from the others."""
-    if dataset.mask is not None:
-        return RecordSamples(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
-    return DocumentSamples(dataset, seq_length, tokenizer)
-
-
-class _Joined:
-    """Rows of numbers, one after the other, each read when it is needed."""
-
-    def __init__(self, lengths: np.ndarray, row: Callable[[int], np.ndarray]) -> None:
-        self._ends, self._row = np.cumsum(lengths), row
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, places: slice) -> np.ndarray:
-        start, stop, _ = places.indices(len(self))
-        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right").tolist()
-        before = int(self._ends[first - 1]) if first else 0
-        return np.concatenate([self._row(row) for row in range(first, last + 1)])[
-            start - before : stop - before
-        ]
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
 from megatron_noloco.data.encode import ROLES, Counts, Sequence, read_ahead
-from megatron_noloco.data.inputs import JSON_LINES, TABLES, Input, Inputs, find_inputs, left_out
+from megatron_noloco.data.formats import JSON_LINES, TABLES, Input
+from megatron_noloco.data.inputs import Inputs, find_inputs, left_out
 from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -50,20 +51,17 @@ def find_records(path: str, option: str = "data.sft_data_path") -> Inputs:
     return Inputs(records, notes)
 
 
-def whole_source(path: str, cache: str | None) -> TextSource | RecordSource:
+def whole_source(path: str, cache: str | None) -> TextSource:
     """Return a source of all that a path holds: records, if the first row there is one, else text.
 
     Raises UserError for a file that cannot be read.
     """
-    whole, option, first = Split(1, 0, 0), "--data", None
-    if path != STANDARD_LIBRARY:
-        files, _ = find_inputs([path], option)
-        rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
-        first = next(rows, None)
+    option = "--data"
+    files = [] if path == STANDARD_LIBRARY else find_inputs([path], option).files
+    rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
+    first = next(rows, None)
     is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    if is_record:
-        return RecordSource(path, whole, True, cache, option=option)
-    return TextSource(path, whole, cache, option=option)
+    return (RecordSource if is_record else TextSource)(path, Split(1, 0, 0), cache, option=option)
 
 
 def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
@@ -79,12 +77,8 @@ def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) ->
             alike = list(group)
             if from_template and tokenizer.end_of_answer is None:
                 counts["endless"] += sum(len(record.answers) for record in alike)
-            texts = [
-                text
-                for record in alike
-                for answer in record.answers
-                for text in (answer.before, answer.through)
-            ]
+            answers = (answer for record in alike for answer in record.answers)
+            texts = [text for answer in answers for text in (answer.before, "".join(answer))]
             encoded = iter(tokenizer.encode_batch(texts, from_template))
             for record in alike:
                 pairs = [(next(encoded), next(encoded)) for _ in record.answers]
@@ -175,7 +169,6 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record
             raise UserError(f"{place}: {error}") from None
         counts.records[item.name] += 1
         counts.roles.update(role for role in record.roles if role not in ROLES)
-        counts["dated"] += record.from_template and template.asks_for_date(row.get("tools"))
         strings = [*_strings(row)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
         yield record

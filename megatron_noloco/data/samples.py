@@ -13,17 +13,20 @@ Records for fine-tuning become samples in `record_samples.py`.
 """
 
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_noloco.data.indexed import Dataset
+from megatron_noloco.data.indexed import Dataset, Offsets
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.errors import UserError
 from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
+# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
+# rest is checked when it is read.
+_EXCERPT_TOKENS = 1 << 24
 _BLOCK = 64  # sequences; the end of each block is kept: 1/8 byte of memory per sequence, the rest is mapped
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
 
@@ -34,25 +37,6 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     labels: np.ndarray  # the next token of each, or IGNORED
     documents: np.ndarray | None  # the number of each token's document in the sample; None: not separated
-
-
-class Array(Protocol):
-    """What can be read in stretches."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: slice, /) -> np.ndarray: ...
-
-
-class SampleDataset(Protocol):
-    """A dataset of which microbatches are made."""
-
-    name: str
-    seq_length: int
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Sample: ...
 
 
 class Samples:
@@ -73,12 +57,16 @@ class Samples:
             )
 
     @property
-    def labels(self) -> Array:
-        """All tokens that have a loss."""
-        return self.tokens
+    def learnt(self) -> int:
+        """Number of tokens that have a loss."""
+        return len(self.tokens)
+
+    def some_labels(self) -> np.ndarray:
+        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
+        return excerpt(self.tokens)
 
     @property
-    def contents(self) -> tuple[Array, ...]:
+    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
         """All that samples are made of: first the tokens."""
         return (self.tokens,)
 
@@ -91,7 +79,7 @@ class Samples:
 
     def __getitem__(self, index: int) -> Sample:
         """Return a sample; raises UserError for tokens that no check at the start has read."""
-        check_index(self, index)
+        assert 0 <= index < len(self), index
         read, lasts = self._read(index * self.seq_length)
         check_vocabulary(read, self.vocab_size, f"sample {index} of {self.name}")
         tokens, labels = read[:-1], read[1:]
@@ -124,7 +112,7 @@ class ShuffledSamples(Samples):
         self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
 
     @property
-    def contents(self) -> tuple[Array, ...]:
+    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
         return self.tokens, self._offsets
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
@@ -162,10 +150,13 @@ class ShuffledSamples(Samples):
         return np.cumsum(np.concatenate(sums))
 
 
-def check_index(dataset: SampleDataset, index: int) -> None:
-    """Raise IndexError for an index outside the dataset; negative ones do not count from the end."""
-    if not 0 <= index < len(dataset):
-        raise IndexError(f"sample {index} is outside {dataset.name}, which has {len(dataset)}")
+def excerpt(array: np.ndarray | Offsets, most: int | None = None) -> np.ndarray:
+    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
+    most = most or _EXCERPT_TOKENS
+    if len(array) <= most:
+        return array[:]
+    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
+    return np.concatenate([array[start : start + most // 16] for start in starts])
 
 
 def in_samples(number: int, seq_length: int) -> str:

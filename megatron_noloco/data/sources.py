@@ -121,22 +121,14 @@ class IndexedSource:
 
 
 @dataclass(frozen=True)
-class RecordSource:
-    """JSON lines for supervised fine-tuning: a file or a folder of them, whose records are cut by `split`."""
+class RecordSource(TextSource):
+    """Rows for supervised fine-tuning: a file or a folder of them, whose records are cut by `split`."""
 
-    path: str
-    split: Split
-    packed: bool  # several records in one sample, as separate documents
-    cache: str | None = None  # as of a `TextSource`
-    max_lost: float = 0.05
     option: str = "data.sft_data_path"
-
-    @property
-    def name(self) -> str:
-        return self.path
+    packed: bool = True  # several records in one sample, as separate documents
 
 
-Source = TextSource | IndexedSource | RecordSource
+Source = TextSource | IndexedSource
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.blend import Blend, SampleDataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.opening import open_validation, open_whole
-from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError

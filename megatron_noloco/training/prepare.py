@@ -21,8 +21,9 @@ from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
+from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
-from megatron_noloco.data.opening import Data, kind_of, open_data
+from megatron_noloco.data.opening import Data, check_source, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
@@ -101,7 +102,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
 
 def check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError for keys, or a chat template, with which the first rows of the data cannot be read."""
-    kind_of(config.data.source, tokenizer).check_first()
+    if not isinstance(config.data.source, IndexedSource):
+        corpus_of(config.data.source, tokenizer).check_first()
 
 
 def check_sizes(
@@ -251,7 +253,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    kind_of(config.data.source, tokenizer).check(Path(config.training.output_dir))
+    check_source(config.data.source, tokenizer, Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import blend
+from megatron_noloco.data import samples
 from tests.harness import call, run_mpi
 from tests.integration.tiny import already_joined
 from tests.unit.configs import SMALLEST
@@ -154,7 +154,7 @@ def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large dataset the start checks an excerpt, here pairs of tokens far apart."""
-    monkeypatch.setattr(blend, "_EXCERPT_TOKENS", 32)
+    monkeypatch.setattr(samples, "_EXCERPT_TOKENS", 32)
     documents = (np.full(50, -1 if number == 20 else number) for number in range(40))
     prefix = write_dataset(folder / "large", documents, vocab_size=1 << 20)
     data = {"text": None, "data_path": prefix, "split": "1,0,0"}

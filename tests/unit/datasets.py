@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.encode import Counts
 from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
-from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.records import encode_records, find_records
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def sequences_of(tokens: np.ndarray, offsets: np.ndarray | None = None) -> Datas
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and the facts about it."""
     shares = Split.parse(split)
-    entry = kind_of(TextSource(text, shares, mkdtemp()), tokenizer).make()
+    entry = corpus_of(TextSource(text, shares, mkdtemp()), tokenizer).make()
     indexed, facts = read_indexed(entry.prefix), entry.facts
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(shares.bounds(indexed.sequences)))
     return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, load_folder
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_records import write
 
@@ -217,13 +216,13 @@ def test_what_is_not_as_in_generation_is_counted() -> None:
     needs, split = Needs(1000, 64, evaluates=False), Split.parse("1")
     folder = Path(mkdtemp(dir=PLACES[-1]))
     path = write(folder / "a.jsonl", {"prompt": "fox", "completion": "1"}, {"messages": chat})
-    summary = open_data(RecordSource(path, split, True, max_lost=1.0), word_piece, needs).summary
+    summary = open_data(RecordSource(path, split, max_lost=1.0), word_piece, needs).summary
     assert "; answers that begin within a token of the prompt: 1, which generation reads apart" in summary
     path = write(folder / "b.jsonl", {"messages": chat * 3}, {"messages": chat})
-    summary = open_data(RecordSource(path, split, True), space, needs).summary
+    summary = open_data(RecordSource(path, split), space, needs).summary
     assert "2 records, " in summary
     assert summary.endswith("; later turns learnt apart: 2, which read earlier answers as other tokens")
-    halves = RecordSource(path, Split.parse("1,1"), False)
+    halves = RecordSource(path, Split.parse("1,1"), packed=False)
     built = open_data(halves, space, Needs(1000, 64))
     sizes = [len(part) for part in (*built.training.parts, *built.validation.parts)]
     assert sizes == [3, 1], "a chat is not divided"

@@ -199,7 +199,7 @@ CHECK = (
         ("import megatron_noloco.cli.main", "torch pydantic rich deepspeed megatron transformers numpy"),
         (CHECK, "torch deepspeed megatron mpi4py"),
         (
-            "import megatron_noloco.data.preprocess, megatron_noloco.data.opening",
+            "import megatron_noloco.data.corpus, megatron_noloco.data.opening",
             "torch megatron transformers",
         ),
     ],

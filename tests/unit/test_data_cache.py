@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import cache, kinds
+from megatron_noloco.data import cache, corpus
 from megatron_noloco.data.cache import cache_folder, entries
+from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.indexed import read_indexed
-from megatron_noloco.data.opening import kind_of
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
@@ -55,16 +55,15 @@ def test_binary_file_among_compressed_texts_is_counted(tmp_path: Path) -> None:
     (folder := tmp_path / "text").mkdir()
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
     (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
-    facts = kind_of(source_of(folder), BYTES).make().facts
-    size = (folder / "b.txt.gz").stat().st_size
-    assert facts["notes"] == f"; left out: 1 file not in UTF-8 (b.txt.gz; {size} bytes)"
+    facts = corpus_of(source_of(folder), BYTES).make().facts
+    assert facts["notes"] == "; left out: 1 file not in UTF-8 (b.txt.gz)"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     makings = count_makings(monkeypatch)
-    first = kind_of(source_of(text), BYTES).make()
+    first = corpus_of(source_of(text), BYTES).make()
     moved = text.rename(text.with_name("moved"))
-    assert kind_of(source_of(moved), BYTES).make() == first
+    assert corpus_of(source_of(moved), BYTES).make() == first
     assert len(makings) == 1
     assert sorted(path.name for path in first.folder.iterdir()) == [*("data.bin", "data.idx", "facts.json")]
 
@@ -77,7 +76,7 @@ def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
         (folder / "a.txt").write_text("one")
         (folder / "b.txt").write_text("two")
         source, tokenizer, digests = TextSource(str(folder), HALVES), ByteTokenizer(), set[str]()
-        digests.add(kind_of(source, tokenizer).recipe.digest)
+        digests.add(corpus_of(source, tokenizer).recipe.digest)
         for change in changes:
             if change == "content":
                 (folder / "a.txt").write_text("longer")
@@ -94,8 +93,8 @@ def test_what_changes_a_dataset_makes_another_entry(changes: list[str]) -> None:
                 (folder / "a.txt").unlink()
             else:
                 patch.setattr(tokenizer, "digest", "another")
-            assert kind_of(source, tokenizer).recipe.digest not in digests, change
-            digests.add(kind_of(source, tokenizer).recipe.digest)
+            assert corpus_of(source, tokenizer).recipe.digest not in digests, change
+            digests.add(corpus_of(source, tokenizer).recipe.digest)
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -104,7 +103,7 @@ def test_two_that_make_it_at_once_both_have_it(
 ) -> None:
     """The second waits; on a file system without locks, both make it."""
     makings, inside, go = count_makings(monkeypatch), threading.Event(), threading.Event()
-    original, lock, found = kinds.read_documents, fcntl.flock, []
+    original, lock, found = corpus.read_documents, fcntl.flock, []
 
     def flock(*arguments: Any) -> None:
         if not locks:
@@ -120,9 +119,9 @@ def test_two_that_make_it_at_once_both_have_it(
         assert go.wait(60)
         return original(*arguments)
 
-    monkeypatch.setattr(kinds, "read_documents", slowly)
+    monkeypatch.setattr(corpus, "read_documents", slowly)
     threads = [
-        threading.Thread(target=lambda: found.append(kind_of(source_of(text), BYTES).make()))
+        threading.Thread(target=lambda: found.append(corpus_of(source_of(text), BYTES).make()))
         for _ in range(2)
     ]
     threads[0].start()
@@ -141,24 +140,24 @@ def test_two_that_make_it_at_once_both_have_it(
 
 
 def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
-    digest = kind_of(source_of(text), BYTES).recipe.digest
+    digest = corpus_of(source_of(text), BYTES).recipe.digest
     left = text.parent / "cache" / f"{digest}.partial-1"
     left.mkdir(parents=True)
     (left / "data.bin").write_text("half")
-    entry = kind_of(source_of(text), BYTES).make()
+    entry = corpus_of(source_of(text), BYTES).make()
     assert [path.name for path in left.parent.iterdir() if path.is_dir()] == [entry.folder.name]
 
 
 def test_a_file_that_changes_meanwhile_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = kinds.read_documents
+    original = corpus.read_documents
 
     def change(*arguments: Any) -> Any:
         (text / "a.txt").write_text("other")
         return original(*arguments)
 
-    monkeypatch.setattr(kinds, "read_documents", change)
+    monkeypatch.setattr(corpus, "read_documents", change)
     with pytest.raises(UserError, match=rf"^{text}: changed while it was read; start again"):
-        kind_of(source_of(text), BYTES).make()
+        corpus_of(source_of(text), BYTES).make()
     assert entries(text.parent / "cache") == []
 
 
@@ -166,8 +165,8 @@ def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: 
     (tmp_path / "file").touch()
     source = TextSource(str(text), HALVES, str(tmp_path / "file" / "cache"))
     for door in (
-        lambda: kind_of(source, BYTES).check(tmp_path / "run"),
-        lambda: kind_of(source, BYTES).make(),
+        lambda: corpus_of(source, BYTES).check(tmp_path / "run"),
+        lambda: corpus_of(source, BYTES).make(),
     ):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
             door()
@@ -180,22 +179,22 @@ def test_a_full_disk_says_what_to_set_and_leaves_nothing(text: Path) -> None:
         pytest.raises(UserError, match=rf"^{cached}: cannot be written: .*; give another data.cache$"),
         full_disk(),
     ):
-        kind_of(source_of(text), BYTES).make()
+        corpus_of(source_of(text), BYTES).make()
     assert not [path for path in cached.iterdir() if path.is_dir()]
 
 
 def test_an_entry_in_a_folder_that_may_only_be_read_is_used(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = kind_of(source_of(text), BYTES).make()
+    entry = corpus_of(source_of(text), BYTES).make()
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert kind_of(source_of(text), BYTES).make() == entry
-    kind_of(source_of(text), BYTES).check(tmp_path / "run")
+    assert corpus_of(source_of(text), BYTES).make() == entry
+    corpus_of(source_of(text), BYTES).check(tmp_path / "run")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +207,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = text.parent / "cache"
-    digests = [kind_of(source_of(path), BYTES).make().folder.name for path in (text, text / "a.txt")]
+    digests = [corpus_of(source_of(path), BYTES).make().folder.name for path in (text, text / "a.txt")]
     (folder / "mine.txt").write_text("of the user")
 
     def listed(*options: str) -> list[str]:
@@ -227,7 +226,7 @@ def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_being_made_is_not_cleared(text: Path) -> None:
-    digest = kind_of(source_of(text), BYTES).recipe.digest
+    digest = corpus_of(source_of(text), BYTES).recipe.digest
     partial = text.parent / "cache" / f"{digest}.partial-1"
     partial.mkdir(parents=True)
     with (partial.parent / f"{digest}.lock").open("a") as lock:

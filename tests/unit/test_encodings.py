@@ -65,7 +65,7 @@ def test_in_a_folder_another_encoding_is_left_out_and_counted(encoding: str, tmp
     written(tmp_path / "b.txt", "Text\n", encoding)
     corpus = load_text(str(tmp_path), "1", BYTES)
     assert corpus.files == 1
-    assert "1 file not in UTF-8 (b.txt; " in corpus.notes
+    assert "1 file not in UTF-8 (b.txt)" in corpus.notes
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.jsonl.GZ", "a.Jsonl.Zst"])

@@ -530,7 +530,7 @@ def test_what_of_a_folder_is_not_evaluated_is_said(
     line = "--seq-length 33: the model's context is 32 tokens; it was not trained to read longer samples\n"
     assert [said(length) for length in (None, 32, 33)] == ["", "", line]
     (data / "b.png").write_bytes(b"\xff\xff")
-    assert said(None) == f"--data {data}: left out: 1 file not in UTF-8 (b.png; 2 bytes)\n"
+    assert said(None) == f"--data {data}: left out: 1 file not in UTF-8 (b.png)\n"
 
 
 @pytest.mark.parametrize("end", ["</s>", "<|endoftext|>"])

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
-from megatron_noloco.data.blend import Blend, excerpt
+from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.indexed import Offsets, read_indexed
 from megatron_noloco.data.opening import open_data
-from megatron_noloco.data.samples import ShuffledSamples
+from megatron_noloco.data.samples import ShuffledSamples, excerpt
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.unit.datasets import write_dataset
@@ -88,5 +88,5 @@ def test_each_number_of_an_index_is_checked(at: int, tmp_path: Path, monkeypatch
     content = bytearray(Path(f"{prefix}.idx").read_bytes())
     content[at] += 1
     Path(f"{prefix}.idx").write_bytes(content)
-    with pytest.raises(ValueError, match="its sequences do not lie one after the other"):
+    with pytest.raises(ValueError, match="its sequences or documents do not lie one after the other"):
         read_indexed(prefix)

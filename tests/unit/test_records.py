@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer as Tokenizers
 
+from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.opening import kind_of, open_data, open_validation
+from megatron_noloco.data.opening import open_data, open_validation
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
@@ -102,7 +103,7 @@ class TestRecords:
         records = load_records(str(tmp_path), BYTES)
         assert [BYTES.decode(record.tokens) for record in records] == ["a", "b"]
 
-    def test_a_folder_may_hold_every_kind_of_records(self, model: Path, tmp_path: Path) -> None:
+    def test_a_folder_may_hold_every_corpus_of_records(self, model: Path, tmp_path: Path) -> None:
         """The same as one file, from Parquet, too, whose rows have the keys of all; other files are named."""
         tokenizer, folder = FastTokenizer(model), tmp_path / "chats"
         folder.mkdir()
@@ -121,10 +122,7 @@ class TestRecords:
         assert [record.answer.tolist() for record in found] == 5 * [r.answer.tolist() for r in alone]
         summary = open_data(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
         assert "10 records" in summary
-        assert summary.endswith(
-            "; left out: 2 files without records (README.md, x.bz2; 18 bytes)"
-            "; further paths to files that are read once: 1"
-        )
+        assert summary.endswith("; left out: 2 files without records (README.md, x.bz2)")
 
     def test_prompts_and_completions_of_messages(self, model: Path, tmp_path: Path) -> None:
         """As TRL has them, only the completion is learnt; a prompt beside messages is one of them."""
@@ -142,9 +140,9 @@ class TestRecords:
         plain.mkdir()
         make_tokenizer(plain)
         for tokenizer, again in ((FastTokenizer(model), True), (FastTokenizer(plain), False), (BYTES, False)):
-            recipes = [kind_of(source(path), tokenizer).recipe for _ in range(2)]
+            recipes = [corpus_of(source(path), tokenizer).recipe for _ in range(2)]
             with patch("megatron_noloco.data.chat.version", lambda _: "99"):
-                recipes.append(kind_of(source(path), tokenizer).recipe)
+                recipes.append(corpus_of(source(path), tokenizer).recipe)
             digests = [recipe.digest for recipe in recipes]
             assert digests[0] == digests[1]
             assert (digests[0] != digests[2]) == again
@@ -189,7 +187,8 @@ class TestRecordSamples:
         assert labels.tolist() == [IGNORED, 12, 13, IGNORED, 22, IGNORED, IGNORED, IGNORED]
         assert documents is not None
         assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-        assert dataset.labels[:].tolist() == [12, 13, 22]
+        assert dataset.learnt == 3
+        assert dataset.some_labels().tolist() == [12, 13, 22]
 
     def test_one_record_in_each(self) -> None:
         dataset = samples_of([record(4, 10), record(3, 20)], packed=False)
@@ -217,7 +216,7 @@ class TestRecordSamples:
 
 
 def source(path: str, split: str = "8,2", packed: bool = True) -> RecordSource:
-    return RecordSource(path, Split.parse(split), packed)
+    return RecordSource(path, Split.parse(split), packed=packed)
 
 
 def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.auto_tokenizer import check_exported
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
@@ -27,7 +26,13 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer, find_tokenizer
+from megatron_noloco.data.tokenizer import (
+    ByteTokenizer,
+    TokenizerChoice,
+    build_tokenizer,
+    check_exported,
+    find_tokenizer,
+)
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
@@ -358,7 +363,10 @@ class TestLostCharacters:
         (tmp_path / "text.txt").write_text("".join(lines))
         file = write(tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} for line in lines))
         examples = "such as 'Ж' in {0}, '語' in {0}, 'ß' in {0}"  # the most frequent
-        for source in (TextSource(str(tmp_path / "text.txt"), HALVES), RecordSource(file, HALVES, False)):
+        for source in (
+            TextSource(str(tmp_path / "text.txt"), HALVES),
+            RecordSource(file, HALVES, packed=False),
+        ):
             characters = sum(map(len, lines)) + (7 * 20 if isinstance(source, RecordSource) else 0)
             told = f"no token stands for 14 of {characters} characters"
             summary = datasets_of(source, tmp_path / "tok").summary

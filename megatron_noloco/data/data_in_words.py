@@ -1,0 +1,139 @@
+"""The line of the banner that says what the data of a run hold."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.indexed import Dataset, IndexedDataset
+from megatron_noloco.data.record_samples import RecordSamples
+from megatron_noloco.data.sources import Needs
+from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside
+from megatron_noloco.plans.sample_order import slots_of
+
+SPLITS = ("training", "validation")
+_COMPARED = 1 << 10, 1 << 14  # sequences of validation, and of training, that are compared
+_COMPARED_TOKENS = 1 << 8  # of each, from its beginning
+
+
+def made_in_words(
+    name: str, dataset: IndexedDataset, facts: Mapping[str, Any], blends: Sequence[Blend | None]
+) -> str:
+    """Return a line about a dataset that was made of a text or of records; `facts`: see `Counts.facts`."""
+    if dataset.mask is not None:
+        return _records_in_words(name, dataset, facts, [blend for blend in blends if blend is not None])
+    size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
+    tokens = " and ".join(
+        f"{blend.parts[0].learnt} {split}" for split, blend in zip(SPLITS, blends, strict=True) if blend
+    )
+    return f"{name}, {size}, {tokens} tokens{facts['notes']}"
+
+
+def _records_in_words(
+    name: str, dataset: IndexedDataset, facts: Mapping[str, Any], blends: Sequence[Blend]
+) -> str:
+    training, parts = blends[0], [part for blend in blends for part in blend.parts]
+    learnt, tokens = training.parts[0].learnt, training.tokens_per_sample * len(training)
+    line = (
+        f"{name}, {facts['records']} records, {len(training)} training samples with {learnt} tokens in answers, "
+        f"{100 * learnt / tokens:.3g} % of all"
+    )
+    # The splits follow each other in the dataset from its beginning; a record is one or more sequences.
+    samples = [part for part in parts if isinstance(part, RecordSamples)]
+    too_long = np.concatenate([part.too_long for part in samples])
+    left_out = np.concatenate([part.left_out for part in samples])
+    firsts = dataset.document_bounds[dataset.document_bounds < len(too_long)]
+    gone = np.logical_and.reduceat(left_out, firsts)
+    cut = np.logical_or.reduceat(too_long, firsts) & ~gone
+    for records, what in (
+        (cut, "longer than a sample, cut"),
+        (gone, "left out, since no answer fits"),
+    ):
+        if records.any():
+            line += f"; records {what}: {records.sum()} (first {_place(int(records.argmax()), facts)})"
+    return line + facts["notes"]
+
+
+def _place(record: int, facts: Mapping[str, Any]) -> str:
+    """Return the place of a record in words, by its number in the dataset."""
+    for name, number in facts["records_of_files"]:
+        if record < number:
+            return f"record {record + 1} of {outside(name)}"
+        record -= number
+    raise AssertionError("no file has the record")
+
+
+def indexed_in_words(
+    datasets: Iterable[IndexedDataset], blends: Sequence[Blend | None], tokenizer: Tokenizer
+) -> list[str]:
+    """Return lines about datasets that were there.
+
+    Raises UserError for one that lacks a BOS that the run's documents are to begin with.
+    """
+    lines = [f"{split}: {_blend_in_words(blend)}" for split, blend in zip(SPLITS, blends, strict=True)]
+    bos = tokenizer.beginning_of_document
+    for prefix, dataset in {dataset.name: dataset for dataset in datasets}.items():
+        if not dataset.ends_with(tokenizer.end_of_document):
+            lines.append(
+                f"documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
+            )
+        begins = dataset.tokens[0] == bos
+        if tokenizer.before_document and not begins:
+            raise UserError(
+                f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
+                "--prepend-bos, or leave data.prepend_bos out"
+            )
+        if begins and not tokenizer.before_document and bos != tokenizer.end_of_document:
+            advice = "set data.prepend_bos if it was made so, and an export adds it, too"
+            lines += [f"{prefix} begins with BOS", advice]
+    return lines
+
+
+def _blend_in_words(blend: Blend | None) -> str:
+    if blend is None:
+        return "none"
+    slots = slots_of(blend.weights)
+    return ", ".join(
+        f"{part.learnt} tokens of {part.name} ({100 * slot / sum(slots):.4g} %)"
+        for part, slot in zip(blend.parts, slots, strict=True)
+    )
+
+
+def epochs(training: Blend, needs: Needs) -> Iterator[str]:
+    """Yield how often a run of known length reads the training samples of each dataset."""
+    if not needs.steps:
+        return
+    slots, samples = slots_of(training.weights), needs.steps * needs.global_batch
+    read = [
+        f"{samples * slot / sum(slots) / len(part):.3g} of {part.name}"
+        for part, slot in zip(training.parts, slots, strict=True)
+    ]
+    yield f"epochs in {needs.steps} steps: {', '.join(read)}"
+
+
+def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
+    """Yield how many sequences of validation are also of training, by their lengths and first tokens.
+
+    Of large datasets some are compared.
+    """
+    evaluated = list(_beginnings(validation, _COMPARED[0]))
+    trained = set(_beginnings(training, _COMPARED[1]))
+    if twice := sum(beginning in trained for beginning in evaluated):
+        yield (
+            f"sequences of validation that are also training data: {twice} of {len(evaluated)} compared; the loss "
+            "on them says nothing of other text"
+        )
+
+
+def _beginnings(datasets: list[Dataset], most: int) -> Iterator[int]:
+    """Yield a hash of the length and the first tokens of up to `most` sequences of each dataset, evenly spread."""
+    for dataset in datasets:
+        places = np.unique(np.linspace(0, dataset.sequences - 1, most, dtype=np.int64))
+        begins = dataset.offsets[places] - dataset.offsets[:1]
+        lengths = dataset.offsets[places + 1] - dataset.offsets[places]
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+            first = dataset.tokens[begin : begin + min(length, _COMPARED_TOKENS)]
+            yield hash((length, first.astype(np.int32).tobytes()))
