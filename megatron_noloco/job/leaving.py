@@ -47,7 +47,9 @@ def leave(exit_code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # of a full disk, which was reported
+        with suppress(
+            OSError, ValueError
+        ):  # of a full disk, which was reported; an exit handler has closed it
             stream.flush()
     os._exit(exit_code)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import call_here, output_of, refusal_of, run_command
@@ -127,13 +126,13 @@ OWN_CODE = {
     ("name", "change", "line"),
     [
         ("config.json", {"hidden_size": "x"}, "Field 'hidden_size' expected int, got str"),
-        ("config.json", OWN_CODE, "model_type is 'own'; only"),
+        ("config.json", OWN_CODE, "transformers: ValueError: "),
         (
             "tokenizer_config.json",
             {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}},
-            "transformers cannot load it (ValueError: ",
+            "transformers: ValueError: ",
         ),
-        ("tokenizer.json", {"added_tokens": "x"}, "transformers cannot load it ("),
+        ("tokenizer.json", {"added_tokens": "x"}, "transformers: "),
     ],
 )
 def test_a_folder_that_cannot_generate_is_one_line(
@@ -146,14 +145,3 @@ def test_a_folder_that_cannot_generate_is_one_line(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(str(folder))
     assert line in err
-
-
-def test_a_prompt_of_tokens_that_the_model_lacks_is_one_line(model: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(model, tmp_path / "theirs")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([f"<{number}>" for number in range(99)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    last = tokenizer.get_vocab_size() - 1
-    assert refusal_of("generate", folder, "--prompt", "two <98>") == (
-        f"--prompt: the tokenizer of {folder} reads token {last}, the model's vocabulary has 310 (from 0 on)"
-    )

@@ -38,6 +38,11 @@ def test_leave_runs_exit_functions_without_teardown(leave: str, then: list[str])
     assert sorted(finished.stdout.splitlines()) == ["a line", "exit function", *then]
 
 
+def test_an_exit_handler_that_closes_a_stream_costs_no_exit_code() -> None:
+    program = "import sys; from megatron_noloco.job.leaving import leave; sys.stderr.close(); leave(0)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY).returncode == 0
+
+
 def test_rank_ended_during_message_keeps_exit_code() -> None:
     command = [sys.executable, "-m", "megatron_noloco", "train", "--config", "nowhere.json"]
     waiting = subprocess.Popen(
