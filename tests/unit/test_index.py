@@ -60,9 +60,10 @@ def test_a_long_index_takes_no_memory_of_a_rank(tmp_path: Path) -> None:
     """Nor to check it, or a sixteenth of 8 bytes for each sequence: the ends of blocks of 64."""
     write_long(tmp_path / "long")
     needs = Needs(257, 64, evaluates=True)
+    source = IndexedSource(parse_prefixes(str(tmp_path / "long")), None, Split.parse("9,1"))
+    open_data(source, ByteTokenizer(), needs)  # numpy imports more of itself
     tracemalloc.start()
     try:
-        source = IndexedSource(parse_prefixes(str(tmp_path / "long")), None, Split.parse("9,1"))
         built = open_data(source, ByteTokenizer(), needs)
         held, peak = tracemalloc.get_traced_memory()
     finally:

@@ -35,7 +35,7 @@ def test_gpu_check_has_them_too() -> None:
         assert not versions or versions == INSTALLED[name], name
 
 
-def test_the_first_and_the_last_supported_python_have_a_combination() -> None:
+def test_first_and_last_python_have_a_combination() -> None:
     supported = SpecifierSet(PROJECT["requires-python"])
     pythons = [f"3.{minor}" for minor in range(30) if supported.contains(f"3.{minor}.0")]
     assert {one.python for one in COMBINATIONS} == {pythons[0], pythons[-1]}
