@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_noloco.job import activity, agreement
-from megatron_noloco.training import joined
+from megatron_noloco.training import start
 from tests.harness import run_ranks
 
 BEATS = 3
@@ -61,9 +61,9 @@ def waits_for_data(rank: int, world_size: int, folder: Path) -> tuple[bool, str]
         waited.touch()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined, "read_data", read_data)
+        patch.setattr(start, "read_data", read_data)
         patch.setattr(agreement.time, "sleep", sleep)
-        joined._wait_for_data(cast(Any, None))
+        start._wait_for_data(cast(Any, None))
     there = made.exists()
     dist.barrier()
     return there, said

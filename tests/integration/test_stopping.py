@@ -19,7 +19,7 @@ from megatron_noloco.job import agreement, leaving, stopping
 from megatron_noloco.job.run_folder import ask_to_stop, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.job.watchdog import Watchdog
-from megatron_noloco.training import joined
+from megatron_noloco.training import start
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
 
@@ -358,7 +358,7 @@ def test_run_out_of_time_stops_as_requested(tmp_path: Path) -> None:
 def test_saves_after_some_time_change_nothing(
     straight: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "AUTO_SAVE_SECONDS", 0.01)
+    monkeypatch.setattr(start, "AUTO_SAVE_SECONDS", 0.01)
     whole = straight("2x2")
     run = whole.clean(tmp_path)
     outcomes = run.launch(4, changes={"checkpoint": {"save_interval": "auto", "keep_last": STEPS}})
