@@ -127,7 +127,8 @@ def test_a_dry_run_measures_what_plan_computes(
     """
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    small, large = (dry(tmp_path, changes, model) for model in (SMALL, LARGE))
+    small = min((dry(tmp_path, changes, SMALL) for _ in range(2)), key=lambda run: run.measured)  # of imports
+    large = dry(tmp_path, changes, LARGE)
     more = (large.computed.device_bytes + large.computed.host) - (
         small.computed.device_bytes + small.computed.host
     )
