@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.host_kernels import has_kernel
 from megatron_noloco.plans.grouping import Group
 
 _AT_ONCE = 1 << 18  # elements, which stay in cache
@@ -104,7 +105,7 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     is: the first), so that a poisoned replica does not spread. The deviation of finite pieces and the
     number of poisoned elements are added to `report`.
 
-    Yields pieces of `out`, which may be one of the members; it is filled when they are exhausted.
+    Yields pieces of `out`, which in a pair may be one of the members; it is filled when they are exhausted.
     """
     for start in range(0, len(out), _AT_ONCE):
         piece = slice(start, start + _AT_ONCE)
@@ -114,16 +115,7 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
 
 
 def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> None:
-    if len(members) == 2:
-        difference = members[0] - members[1]
-        deviation = float(torch.dot(difference, difference)) / 2
-        if math.isfinite(deviation):
-            torch.add(*members, out=out).mul_(0.5)
-    else:
-        members = torch.stack(tuple(members)).unbind()  # since `out` may be one of them
-        mean = _mean_of_rows(members, out)
-        differences = (member - mean for member in members)  # torch.var along this axis is 40 times as slow
-        deviation = sum(float(torch.dot(one, one)) for one in differences) / (len(members) - 1)
+    deviation = (mean_of_pair if len(members) == 2 else mean_of_group)(members, out)
     if math.isfinite(deviation):
         report.squared_deviation += deviation
         report.compared_elements += len(out)
@@ -131,6 +123,24 @@ def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeRepor
     report.poisoned_elements += len(out)
     finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
     _mean_of_rows(torch.stack(finite), out)
+
+
+@has_kernel
+def mean_of_pair(members: Sequence[Tensor], out: Tensor) -> float:
+    """Return the sum of the variances, and fill `out` with the mean if it is finite."""
+    difference = members[0] - members[1]
+    deviation = float(torch.dot(difference, difference)) / 2
+    if math.isfinite(deviation):
+        torch.add(*members, out=out).mul_(0.5)
+    return deviation
+
+
+@has_kernel
+def mean_of_group(members: Sequence[Tensor], out: Tensor) -> float:
+    """Fill `out` with the mean, and return the sum of the variances."""
+    mean = _mean_of_rows(members, out)
+    differences = (member - mean for member in members)  # torch.var along this axis is 40 times as slow
+    return sum(float(torch.dot(one, one)) for one in differences) / (len(members) - 1)
 
 
 def _mean_of_rows(rows: Tensor | Sequence[Tensor], out: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.channels import Channel, Contacts
+from megatron_noloco.outer.compiling import compiler
 from megatron_noloco.outer.exchange import AnyExchange, Exchange, group_mean
 from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.outer.round import Fragment, Round, RoundReport, cut
@@ -101,6 +102,7 @@ class OuterOptimizer:
             else separate_jobs.fragments()
         )
         self._longest = max(fragment.length for fragment in self._fragments)
+        compiler.start()
         self._vectors = OuterVectors(weights, settings, settings.among(place.replicas).keeps_rounding)
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
         self.rounding = self._vectors.rounding

@@ -34,6 +34,7 @@ them are in fragment 0. docs/exchange.md says more about the cuts.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -191,14 +192,14 @@ class Round:
         if not self.complete:
             with self._vectors.side.used():
                 for mean in self._exchange.progress(until):
-                    self._step(mean)
+                    deque(self._step(mean), maxlen=0)
 
     def wait(self) -> None:
         """Wait for the exchange of a delayed round, if it is under way."""
         if not self.complete:
             with self._vectors.side.used():
                 for mean in self._exchange.finish():
-                    self._step(mean)
+                    deque(self._step(mean), maxlen=0)
             self._vectors.side.wait()
             self.complete = True
 
@@ -242,5 +243,5 @@ class Round:
     def _snapshot(self) -> Tensor | None:
         return self.correction if self.due else None
 
-    def _step(self, mean: MeanPiece) -> list[tuple[int, Tensor]]:
+    def _step(self, mean: MeanPiece) -> Iterator[tuple[int, Tensor]]:
         return self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import step
 from megatron_noloco.outer.finite_mean import MeanPiece
+from megatron_noloco.outer.host_kernels import has_kernel
 from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
 
@@ -154,6 +155,23 @@ class SideStream:
             self._stream.synchronize()
 
 
+@has_kernel
+def combine(theta: Tensor, phi: Tensor, kept: Tensor | None, beta: float, gamma: float, out: Tensor) -> None:
+    """Fill `out`, which may be theta, with c + r; r is what is kept of the last rounds."""
+    step.combine(theta, phi, beta, gamma, out=out)
+    if kept is not None:
+        out.add_(kept)
+
+
+@has_kernel
+def outer_step(
+    phi: Tensor, delta: Tensor | None, mean: Tensor, alpha: float, gamma: float, nesterov: bool
+) -> None:
+    """Take the outer step in place; without `delta`, which is then zero, only phi moves."""
+    delta = torch.zeros_like(phi) if delta is None else delta
+    step.outer_step(phi, delta, mean, alpha, gamma, nesterov, out=(phi, delta))
+
+
 class OuterVectors:
     """Holds phi and delta of one rank, and applies `step` to ranges of them, piece by piece.
 
@@ -191,9 +209,8 @@ class OuterVectors:
         for ours, place, theta in self._read(spans, combined if snapshot is None else snapshot):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
-            step.combine(theta, phi, beta, gamma, out=piece)
-            if self.rounding is not None:
-                piece.add_(self.rounding[place])
+            kept = None if self.rounding is None else self.rounding[place]
+            combine(theta, phi, kept, beta, gamma, piece)
             if piece is not c:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
@@ -223,7 +240,7 @@ class OuterVectors:
     @torch.no_grad()
     def outer_step(
         self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None
-    ) -> list[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Tensor]]:
         """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
 
         To be called inside `side.used()`; then it does not wait for local steps that are queued on an accelerator.
@@ -232,26 +249,23 @@ class OuterVectors:
         Args:
             rounding: `Exchange.rounding`, shape [spans.length], where phi lies, which is kept.
 
-        Returns phi in pieces, each with the place of its first element in the vector of weights.
+        Yields phi in pieces, each with the place of its first element in the vector of weights: exhaust it.
         """
-        moved = []
         for ours, place in self._pieces(spans, mean.start, mean.stop):
             phi = self.slow_weights[place]
-            delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
+            delta = None if self.momentum is None else self.momentum[place]
             c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-            c = c.to(delta.device, non_blocking=True)
+            c = c.to(phi.device, non_blocking=True)
             if self.rounding is not None:
                 kept = self.rounding[place]
                 kept.zero_() if rounding is None else kept.copy_(rounding[ours])
             method = self.settings
-            numbers = method.outer_momentum, method.gamma, method.outer_nesterov
-            step.outer_step(phi, delta, c, *numbers, out=(phi, delta))
+            outer_step(phi, delta, c, method.outer_momentum, method.gamma, method.outer_nesterov)
             if snapshot is not None:
                 torch.sub(phi, snapshot[ours], out=snapshot[ours])
-            moved.append((place.start, phi))
+            yield place.start, phi
         if mean.mean.device != self.home:
             self.side.wait()
-        return moved
 
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor) -> None:

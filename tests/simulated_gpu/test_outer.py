@@ -105,7 +105,7 @@ def test_an_outer_step_waits_for_no_local_step() -> None:
         torch.cuda.synchronize()
         weights.add_(1.0)  # a local step
         with of_rank.side.used():
-            of_rank.outer_step(vectors.Spans([(0, 3)]), MeanPiece(0, 3, mean), None, None)
+            list(of_rank.outer_step(vectors.Spans([(0, 3)]), MeanPiece(0, 3, mean), None, None))
         of_rank.side.wait()
         assert not torch.cuda.current_stream().query()
         with torch.cuda.stream(torch.cuda.Stream()):  # for no other stream is waited

@@ -1,10 +1,14 @@
 """The format of codes once more, in numpy, whose operations are those of IEEE 754: the same bits."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron_noloco.outer.compiling import compiler
+from megatron_noloco.outer.host_kernels import Compiled
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -20,6 +24,17 @@ Floats = NDArray[np.float32]
 F = np.float32
 KINDS = ("near", "equal", "zero", "denormal", "huge", "apart", "not finite")
 LENGTHS = (1, 511, 512, 513, 5 * 512 + 77)
+
+
+@pytest.fixture(params=["torch", "kernels"], autouse=True)
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(Compiled, "kernels", None)
+    elif find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+    else:
+        compiler.start()
+        assert compiler.wait()
 
 
 def drawn(kind: str, elements: int, seed: int) -> tuple[Floats, Floats]:
@@ -139,7 +154,9 @@ def test_codes_and_means_have_the_bits_of_ieee_754(bits: int, kind: str, element
     np.testing.assert_array_equal(m.numpy()[right], (theirs - n)[right])
     limit = 2 ** (bits - 1)
     np.testing.assert_array_equal(right, (np.abs(theirs - n) < limit).all(axis=1) & coded)
-    moved, _ = codec.from_difference(torch.from_numpy(vectors[0]), m, steps * fits / 2)
+    moved = torch.empty(elements)
+    found = codec.average(torch.from_numpy(vectors[0]), steps, ([codes], checksums), moved)
+    np.testing.assert_array_equal(found.right.numpy(), right)
     scale = (expected_steps * fits.numpy() / F(2))[:, None]
     expected = (m.numpy().astype(F) * scale).reshape(-1)[:elements] + vectors[0]
     np.testing.assert_array_equal(moved.numpy(), expected)
