@@ -213,6 +213,26 @@ def _differences(n, digits, bits, weights, m):
 
 
 @_kernel()
+def _moves(row, inverse, digits, half, mask, weights, m):
+    """Do `_differences` for a pair, with the sum of squares, which holds for a single digit."""
+    total, least, squares = _I(0), _I(0), _I(0)
+    for i in range(BLOCK):
+        n = _whole(row[i], inverse)
+        one = _I(((digits[i] - n + half) & mask) - half)
+        total = _I(total + weights[i] * _I(n + one))
+        least = one if one < least else least
+        squares = _I(squares + one * one)
+        m[i] = _F(one)
+    return total, least, squares
+
+
+@_kernel()
+def _join(bits, first, upper, both):
+    for i in range(BLOCK):
+        both[i] = (_I(upper[i]) << bits) | first[i]
+
+
+@_kernel()
 def _received(bits, codes, lower, block, n, weights, digits, m):
     """Fill m from what a member has sent, addresses of one digit or two; return as `_differences`."""
     size = 64 * bits
@@ -223,8 +243,7 @@ def _received(bits, codes, lower, block, n, weights, digits, m):
         return _differences(n, first, bits, weights, m)
     _unpack(bits, carray(_bytes_at(lower + block * size), size), first)
     _unpack(bits, code, upper)
-    for i in range(BLOCK):
-        both[i] = (_I(upper[i]) << bits) | first[i]
+    _join(bits, first, upper, both)
     return _differences(n, both, 2 * bits, weights, m)
 
 
@@ -280,16 +299,25 @@ def _encode(begin, end, bits, digit, vector, steps, weights, codes, checksums):
     "Tuple((b1, f8))(int64, int64, int64, int64, int64, i4[::1], f4[::1], f4[::1], i4[::1], f4[::1], b1[::1])"
 )
 def _average(begin, end, bits, codes, lower, checksums, vector, steps, weights, out, right):
-    digits = np.empty(BLOCK, np.uint8), np.empty(BLOCK, _I), np.empty(BLOCK, np.uint8)
-    n, m, padded = np.empty(BLOCK, _I), np.empty(BLOCK, _I), np.empty(BLOCK, _F)
+    first, both, upper = np.empty(BLOCK, np.uint8), np.empty(BLOCK, _I), np.empty(BLOCK, np.uint8)
+    m, padded, size = np.empty(BLOCK, _F), np.empty(BLOCK, _F), 64 * bits
     wide = bits if lower == 0 else 2 * bits
     half, mask = _I(1 << (wide - 1)), _I((1 << wide) - 1)
     unequal, moved = False, 0.0
     for block in range(begin, end):
         row, rest = _row_of(vector, block, padded)
         start, step = block * BLOCK, steps[block]
-        _numbers(row, _inverse(step), n)
-        total, least = _received(bits, codes, lower, block, n, weights, digits, m)
+        code = carray(_bytes_at(codes + block * size), size)
+        if lower == 0:
+            _unpack(bits, code, first)
+            total, least, small = _moves(row, _inverse(step), first, half, mask, weights, m)
+            squares = np.int64(small)
+        else:
+            _unpack(bits, carray(_bytes_at(lower + block * size), size), first)
+            _unpack(bits, code, upper)
+            _join(bits, first, upper, both)
+            total, least, _ = _moves(row, _inverse(step), both, half, mask, weights, m)
+            squares = _squares(m)
         off = _I(checksums[block] - _I(total + rest))
         unequal |= (off & mask) != 0
         fits = off == 0 and least > -half
@@ -298,7 +326,7 @@ def _average(begin, end, bits, codes, lower, checksums, vector, steps, weights, 
         scale = step * (_ONE if fits else _ZERO) / _F(2)
         _move(row[:elements], m, scale, out[start : start + elements])
         if right[block]:
-            moved += np.float64(step) * np.float64(step) * _squares(m)
+            moved += np.float64(step) * np.float64(step) * squares
     return unequal, moved / 2
 
 

@@ -1,21 +1,27 @@
 """Torch and the compiled kernels have the same bits; test_format.py has both against numpy."""
 
+import hashlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer import finite_mean, payload, vectors
+from megatron_noloco.outer import OuterOptimizer, TorchWeights, finite_mean, payload, vectors
 from megatron_noloco.outer.compiling import compiler
 from megatron_noloco.outer.host_kernels import Compiled
 from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, Found, Received, blocks_in, signs_of, wide_type
 from megatron_noloco.plans.payloads import BITS, keeps_rounding
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import PAPER, NolocoSettings
+from tests.loopback import loopback_world
 
 pytest.importorskip("numba")
 KINDS = ("near", "apart", "equal", "zero", "denormal", "large", "huge", "not finite", "only NaN")
@@ -257,3 +263,54 @@ def test_jit_off_leaves_all_to_torch() -> None:
     environ = os.environ | {"NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run([*COMMAND, COMPILE], capture_output=True, text=True, timeout=120, env=environ)
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+# Whole runs
+
+
+METHODS: list[dict[str, Any]] = [
+    {"payload": payload, "group_size": members, "consensus_weight": 0.9, "outer_nesterov": members == 4}
+    for payload in ("fp32", "int8", "int4", "int3")
+    for members in (2, 4)
+]
+
+
+def digest(rounds: int, uses_kernels: bool) -> str:
+    """Return a hash of all vectors after so many rounds of replicas, whose local steps are exact everywhere."""
+    compiler.start()
+    assert compiler.wait() == uses_kernels
+    found = hashlib.sha256()
+    for method in METHODS:
+        settings = NolocoSettings(**{**PAPER, "local_steps": 1, **method})
+        thetas = [torch.ones(70_001) for _ in range(method["group_size"])]
+        outers = [
+            OuterOptimizer(TorchWeights([theta]), transport, Place(transport.rank, len(thetas)), settings)
+            for theta, transport in zip(thetas, loopback_world(len(thetas)), strict=True)
+        ]
+        random = np.random.default_rng(0)
+        with ThreadPoolExecutor(len(outers)) as threads:
+            for index in range(rounds):
+                for theta in thetas:
+                    theta.numpy()[:] += random.standard_normal(len(theta)).astype(np.float32) / np.float32(64)
+                list(threads.map(lambda outer, index=index: outer.run_round(index), outers))
+        for outer in outers:
+            for vector in (outer.slow_weights, outer.momentum, outer.rounding):
+                found.update(b"" if vector is None else vector.numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_runs_have_the_same_bits_everywhere(rounds: int) -> None:
+    """With and without kernels, and whatever instructions torch uses."""
+    found = set[str]()
+    for capability in ("", "avx2", "default"):
+        for off in (False, True):
+            environ = {**os.environ, "NUMBA_DISABLE_JIT": str(int(off))}
+            environ |= {"ATEN_CPU_CAPABILITY": capability} if capability else {}
+            program = f"from tests.unit.test_kernels import digest; print(digest({rounds}, {not off}))"
+            done = subprocess.run(
+                [*COMMAND, program], capture_output=True, text=True, timeout=600, env=environ
+            )
+            assert done.returncode == 0, done.stderr
+            found.add(done.stdout)
+    assert len(found) == 1

@@ -3,11 +3,13 @@
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --megabytes 64
 
 Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, on the same bytes, so that noise of the
-machine affects them alike; a time is that of the slowest rank.
+machine affects them alike; a time is that of the slowest rank. "exchange" computes with the compiled kernels
+(`outer/kernels.py`), if there is numba.
 """
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +18,12 @@ import torch
 from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer.compiling import compiler
+from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Message
 from megatron_noloco.transport.mpi import MpiTransport, library
+from tools.bench.host import by_torch
 from tools.bench.laps import Laps, rounded
 
 DEADLINE_SECONDS = 300.0
@@ -33,6 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any] | None:
     """Measure."""
     torch.set_num_threads(1)
+    compiler.start()
+    compiler.wait()
     world = MPI.COMM_WORLD
     if world.Get_size() % 2:
         raise SystemExit(f"ranks are paired: start an even number of ranks, not {world.Get_size()}")
@@ -51,7 +58,10 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
         "ranks": world.Get_size(),
         "bytes": elements * 4,
         "repeats": options.repeats,
-        "median_seconds": rounded(medians, 6),
+        "median_milliseconds": rounded(medians, 3, over=1e-3),
+        "core_seconds_per_1e9_weights": {
+            name: round(statistics.median(times) / elements * 1e9, 2) for name, times in laps.cpu.items()
+        },
         "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
         "transport_time_over": {
             name: round(medians[TRANSPORT] / value, 3) for name, value in medians.items() if name != TRANSPORT
@@ -63,7 +73,7 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
     """Return the variants to compare. Each brings the partner's vector here, or the pair's mean."""
     transport = MpiTransport()
     partner = transport.rank ^ 1
-    outgoing, incoming = torch.full((elements,), float(transport.rank)), torch.zeros(elements)
+    outgoing, incoming = (buffer(elements, HOST).fill_(float(transport.rank)) for _ in range(2))
     raw_outgoing, raw_incoming = outgoing.numpy(), incoming.numpy()
     fits = raw_outgoing.nbytes < 2**31  # one raw call can carry no more
 
@@ -80,9 +90,17 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
         for _ in exchange.finish():
             pass
 
+    def mean_by_torch() -> None:
+        with by_torch():
+            mean()
+
+    def memcpy() -> None:
+        incoming.copy_(outgoing)
+
     def sendrecv() -> None:
         world.Sendrecv(
             raw_outgoing.view(np.uint8), partner, recvbuf=raw_incoming.view(np.uint8), source=partner
         )
 
-    return {TRANSPORT: swap, "exchange": mean} | ({"sendrecv": sendrecv} if fits else {})
+    ways = {TRANSPORT: swap, "exchange": mean, "exchange by torch": mean_by_torch, "memcpy": memcpy}
+    return ways | ({"sendrecv": sendrecv} if fits else {})
