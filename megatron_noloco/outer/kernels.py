@@ -35,7 +35,7 @@ _NEAR, _SMOOTHED = payload.NEAR, payload.SMOOTHED
 _WIDER, _IN_BLOCK, _NEIGHBOURS = _F(1 + 2**-8), _F(BLOCK), _F(2 * _NEAR + 1)
 _LARGEST_FINITE = _F(np.finfo(_F).max)
 _THREAD_BLOCKS = 128  # for which a thread pays
-_ROW = 4096  # elements of vectors without blocks that are worked on together
+_ROW = 1024  # elements of vectors without blocks that are worked on together
 _HOW = {"nogil": True, "error_model": "numpy"}
 
 Kernel = Callable[..., Any]
@@ -548,28 +548,32 @@ def _combine(begin, end, theta, phi, kept, beta, pull, out):
             z[i] = c[i]
 
 
+@_kernel()
+def _step_row(mean, phi, delta, alpha, minus_gamma, nesterov):
+    if len(delta) == 0:
+        for i in range(len(phi)):
+            u = phi[i] * minus_gamma + mean[i]
+            new = _ZERO * alpha + u
+            phi[i] += new * alpha + u if nesterov else new
+    elif nesterov:
+        for i in range(len(phi)):
+            u = phi[i] * minus_gamma + mean[i]
+            new = delta[i] * alpha + u
+            delta[i] = new
+            phi[i] += new * alpha + u
+    else:
+        for i in range(len(phi)):
+            u = phi[i] * minus_gamma + mean[i]
+            new = delta[i] * alpha + u
+            delta[i] = new
+            phi[i] += new
+
+
 @_kernel("void(int64, int64, f4[::1], f4[::1], f4[::1], f4, f4, b1)")
 def _step(begin, end, mean, phi, delta, alpha, gamma, nesterov):
-    u, new = np.empty(_ROW, _F), np.empty(_ROW, _F)
     for start in range(begin, end, _ROW):
         at = slice(start, min(start + _ROW, end))
-        x, y = mean[at], phi[at]
-        for i in range(len(x)):
-            u[i] = y[i] * -gamma + x[i]
-        if len(delta):
-            z = delta[at]
-            for i in range(len(x)):
-                new[i] = z[i] * alpha + u[i]
-            for i in range(len(x)):
-                z[i] = new[i]
-        else:
-            for i in range(len(x)):
-                new[i] = _ZERO * alpha + u[i]
-        if nesterov:
-            for i in range(len(x)):
-                new[i] = new[i] * alpha + u[i]
-        for i in range(len(x)):
-            y[i] += new[i]
+        _step_row(mean[at], phi[at], delta[at], alpha, -gamma, nesterov)
 
 
 # The functions that they take the place of

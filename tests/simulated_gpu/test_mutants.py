@@ -119,7 +119,7 @@ MUTANTS = {
     ),
     "weights are used before they are copied": Mutant("outer/vectors.py", ROUNDS, "copied.synchronize()"),
     "the mean stays on the host": Mutant(
-        "outer/vectors.py", ROUNDS, "c = c.to(delta.device, non_blocking=True)"
+        "outer/vectors.py", ROUNDS, "c = c.to(phi.device, non_blocking=True)"
     ),
     "zeros are made on the host": Mutant(
         "outer/vectors.py", ROUNDS, "torch.zeros_like(phi)", "torch.zeros(len(phi))"
