@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.interface import Message
 from megatron_noloco.transport.mpi import MpiTransport, library
@@ -63,7 +64,8 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
     """Return the variants to compare. Each brings the partner's vector here, or the pair's mean."""
     transport = MpiTransport()
     partner = transport.rank ^ 1
-    outgoing, incoming = torch.full((elements,), float(transport.rank)), torch.zeros(elements)
+    outgoing = buffer(elements, HOST).fill_(float(transport.rank))  # as the vectors of a run
+    incoming = buffer(elements, HOST).zero_()
     raw_outgoing, raw_incoming = outgoing.numpy(), incoming.numpy()
     fits = raw_outgoing.nbytes < 2**31  # one raw call can carry no more
 
