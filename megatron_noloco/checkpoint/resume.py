@@ -75,10 +75,12 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     return Start(None, notes, refused=refused)
 
 
-def check_found(settings: CheckpointSettings, found: Start) -> None:
-    """Raise UserError when the config does not fit the checkpoint, or no checkpoint can be continued.
+def check_found(settings: CheckpointSettings, found: Start) -> Start:
+    """Return what was found, with a note for each setting that differs from those of the checkpoint.
 
-    Changes nothing, so it comes before a job meets others.
+    Changes nothing on disk, so it comes before a job meets others.
+
+    Raises UserError when the config does not fit the checkpoint, or no checkpoint can be continued.
     """
     if found.refused:
         again = 'start anew with checkpoint.load "none"'
@@ -87,42 +89,32 @@ def check_found(settings: CheckpointSettings, found: Start) -> None:
         raise UserError(
             f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or {again}"
         )
-    _changes(settings, found)
-
-
-def _changes(settings: CheckpointSettings, found: Start) -> list[str]:
-    """Return a line for each setting that differs from those of the checkpoint."""
     if found.saved is None:
-        return []
-    saved = found.saved.manifests[0]
-    return settings.changes(saved.config, saved.counters, _is_own(settings, found.saved), saved.tokenizer)
-
-
-def _is_own(settings: CheckpointSettings, saved: Ensemble) -> bool:
-    return saved.folder.parent.resolve() == settings.folder.resolve()
+        return found
+    saved, own = found.saved.manifests[0], found.saved.folder.parent.resolve() == settings.folder.resolve()
+    changes = settings.changes(saved.config, saved.counters, own, saved.tokenizer)
+    return replace(found, notes=[*found.notes, *(f"changed: {line}" for line in changes)], own=own)
 
 
 def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
     """Set aside the steps that the run will write again; return what was found with more notes and the counters.
 
-    Every rank calls it, after `check_found`.
+    Every rank calls it, with what `check_found` returns.
     """
     if found.saved is None:
         return replace(found, notes=found.notes + _set_aside(catalog.steps(settings.folder)))
     folder, saved = found.saved.folder, found.saved.manifests[0]
-    own = _is_own(settings, found.saved)
     lines = [
         f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
-        *(f"changed: {line}" for line in _changes(settings, found)),
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)
-    if own:
+    if found.own:
         obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(obsolete)
     counters = counters_at(found.saved, topology, topology.position(dist.get_rank()))
-    return replace(found, notes=lines, counters=counters, own=own)
+    return replace(found, notes=lines, counters=counters)
 
 
 def _examine(folder: Path, topology: Topology) -> tuple[Ensemble | None, DamagedCheckpointError | None]:

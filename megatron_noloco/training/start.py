@@ -90,7 +90,7 @@ def start(
         # From here on no signal ends this process at once: what follows must look.
         save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
         stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
-        check_found(settings, found)
+        found = check_found(settings, found)
         link: Transport | Membership
         if topology.separate_jobs:
             link, said = meet(prepared, settings, found, stopping)
@@ -144,7 +144,7 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
     """Raise UserError on all ranks of the job unless they have read the same config, tokenizer and data.
 
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
-    another rank has read. Of a config all numbers and switches count; places may differ from host to host.
+    another rank has read. Of a config single numbers and switches count; places may differ from host to host.
     """
     config = prepared.config
     compared = _numbers(config.to_dict()) | {"noloco": shared(config.noloco), "data": data.fingerprint}
@@ -157,7 +157,7 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
 
 
 def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings without texts, which may be places."""
+    """Return settings without texts and lists, which may have places."""
     inner = {name: _numbers(value) if isinstance(value, dict) else value for name, value in settings.items()}
     return {name: value for name, value in inner.items() if not isinstance(value, str | list)}
 

@@ -38,9 +38,7 @@ def start(output_dir: Path, load: str = "auto") -> Start:
     training = {"train_iters": 20, "output_dir": str(output_dir)}
     blocks = {"training": training, "checkpoint": {"load": load}, "parallel": PARALLEL}
     settings = checkpoint_settings(RunConfig(**CONFIG | blocks), TOPOLOGY)
-    found = find_start(settings, TOPOLOGY)
-    check_found(settings, found)
-    return settle_start(settings, TOPOLOGY, found)
+    return settle_start(settings, TOPOLOGY, check_found(settings, find_start(settings, TOPOLOGY)))
 
 
 def folder_of(found: Start) -> Path | None:
