@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_noloco.federation.mesh import Blob
 from megatron_noloco.outer.bucket_code import DIGITS, Code, PairCode, blocks_to_code
 from megatron_noloco.outer.finite_mean import ExchangeReport, finite_mean
+from megatron_noloco.outer.host_codec import codec_for
 from megatron_noloco.outer.payload import Codec, UnequalError, signs_of
 from megatron_noloco.outer.vectors import Buffers, Ranges
 
@@ -52,7 +53,7 @@ class Coding:
 
     def __init__(self, bits: int | None, number: int, exact: Ranges) -> None:
         self.phases = 1 if bits is None else 2 + DIGITS
-        self._codec = None if bits is None else Codec(bits)
+        self._codec = None if bits is None else codec_for(bits)
         self._signs, self._exact = signs_of(number), exact
         self._free = list[Buffers]()  # memory of buckets that are over
 

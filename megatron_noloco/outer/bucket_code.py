@@ -19,11 +19,11 @@ from megatron_noloco.outer.payload import (
     CELLS,
     Codec,
     Coded,
+    Found,
     Received,
     UnequalError,
     blocks_in,
     find_steps,
-    pieces,
     wide_type,
 )
 from megatron_noloco.outer.vectors import HOST, Buffers, Ranges
@@ -135,6 +135,11 @@ class BucketCode:
         wait_for(self.vector.device)
         return mine
 
+    @property
+    def _formed(self) -> Tensor:
+        """Where the mean of the open blocks is formed: at its place if all blocks are open, else in their copy."""
+        return self.mean if self.digits == 1 else self.vector
+
     def left_over(self) -> Tensor:
         """Return the elements that the codes do not hold, in host memory; complete when no block is open."""
         return self._gather(self._left_over.nonzero().view(-1), "left over", HOST)
@@ -146,11 +151,10 @@ class BucketCode:
         if self._code.rounding is not None:
             self._scatter(torch.zeros_like(values), numbers, self._code.rounding)
 
-    def _received(self, blocks: slice) -> list[Received]:
-        """Return what the other members have sent of these blocks of `part`, where the bucket lies."""
-        within = slice(blocks.start - self.part.start, blocks.stop - self.part.start)
+    def _received(self) -> list[Received]:
+        """Return what the other members have sent of `part`, where the bucket lies."""
         return [
-            ([self._here(digit[within]) for digit in digits], self._here(checksums[within]))
+            ([self._here(digit) for digit in digits], self._here(checksums))
             for digits, (_, checksums) in zip(self._digits, self.theirs, strict=True)
         ]
 
@@ -158,13 +162,8 @@ class BucketCode:
         """Return a part of a message where the bucket lies."""
         return part.to(self._bucket.device, non_blocking=True)
 
-    def _note(self, found: tuple[Tensor, Tensor, Tensor], blocks: slice, elements: int) -> None:
-        """Fill `held` for a piece, and add it to the report, after a wait for the device.
-
-        Args:
-            found: which of its blocks are right, if they are coded, whether vectors differ in length, and the
-                variance over the group, summed over the elements of the blocks that are right.
-            blocks, elements: of the piece.
+    def _note(self, found: Found, elements: int) -> None:
+        """Fill `held` of `part`, of so many elements, and add it to the report, after a wait for the device.
 
         Raises UnequalError for vectors that differ in length.
         """
@@ -172,9 +171,9 @@ class BucketCode:
         wait_for(self.vector.device)
         if unequal:
             raise UnequalError
-        steps, held = self.steps[blocks], self.held[blocks]
-        torch.logical_and(right, steps > 0, out=held)
-        sizes = torch.full_like(steps, BLOCK).mul_(held)
+        steps = self.steps[self.part]
+        self.held[self.part] = right
+        sizes = torch.full_like(steps, BLOCK).mul_(right)
         if len(sizes):
             sizes[-1] *= 1 - (len(steps) * BLOCK - elements) / BLOCK
         error = float((steps.square() * sizes).sum()) / 12
@@ -182,12 +181,10 @@ class BucketCode:
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
         self._report.compared_elements += round(float(sizes.sum()))
 
-    def _put(self, values: Tensor, blocks: slice, out: Tensor) -> None:
-        """Write a piece's blocks to their places in `out`."""
-        if self.digits == 1:  # all blocks are open
-            out[blocks.start * BLOCK :][: len(values)] = values
-        else:
-            self._scatter(values, self._numbers[blocks], out)
+    def _put(self, formed: Tensor, out: Tensor) -> None:
+        """Write numbers of the open blocks to their places in `out`, unless they lie there."""
+        if formed is not out:
+            self._scatter(formed, self._numbers, out)
 
     def _next_digit(self) -> None:
         """Let the blocks be open whose differences the codes do not hold; none after the last digit."""
@@ -234,13 +231,10 @@ class PairCode(BucketCode):
 
         Raises UnequalError for vectors that differ in length.
         """
-        for piece, blocks in pieces(self.vector, self.codec.at_once):
-            steps = self._here(self.steps[blocks])
-            own, (theirs,) = self.codec.whole_steps(piece, steps), self._received(blocks)
-            m, fits, unequal = self.codec.differences(own, len(piece), theirs)
-            moved, square = self.codec.from_difference(piece, m, steps * fits / 2)
-            self._put(moved, blocks, self.mean)
-            self._note((fits, unequal, 2 * square), blocks, len(piece))
+        (theirs,), mean = self._received(), self._formed
+        found = self.codec.average(self.vector, self._here(self.steps), theirs, mean)
+        self._put(mean, self.mean)
+        self._note(found, len(self.vector))
         self._next_digit()
 
 
@@ -259,20 +253,17 @@ class GroupCode(BucketCode):
         dtype = wide_type(self.codec.bits * self.digits, members)
         self.sums = self._buffers.get(f"sums {self.digits}", dtype, self.blocks, BLOCK)
         part = self.vector[own.start * BLOCK : own.stop * BLOCK]
-        for piece, blocks in pieces(part, self.codec.at_once, own.start):
-            steps = self._here(self.steps[blocks])
-            found = self.codec.sum_of(piece, steps, self._received(blocks), self.sums[blocks])
-            self._note(found, blocks, len(piece))
+        found = self.codec.sum_of(part, self._here(self.steps[own]), self._received(), self.sums[own])
+        self._note(found, len(part))
 
     def average(self) -> None:
         """Form the mean of the open blocks, and go on to the next digit of those that the codes do not hold."""
         members, rounding = 1 + self._code.others, self._code.rounding
-        for piece, blocks in pieces(self.vector, self.codec.at_once):
-            summed = piece, self._here(self.steps[blocks]), self._here(self.sums[blocks]), members
-            if rounding is None:
-                mean = self.codec.from_sum(*summed)
-            else:
-                mean, left_out = self.codec.common_mean(*summed)
-                self._put(left_out, blocks, rounding)
-            self._put(mean, blocks, self.mean)
+        mean = self._formed
+        left_out = rounding if mean is self.mean or rounding is None else torch.empty_like(mean)
+        steps, sums = self._here(self.steps), self._here(self.sums)
+        self.codec.average_sums(self.vector, steps, sums, members, (mean, left_out))
+        self._put(mean, self.mean)
+        if rounding is not None and left_out is not None:
+            self._put(left_out, rounding)
         self._next_digit()

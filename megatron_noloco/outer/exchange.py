@@ -19,6 +19,7 @@ from megatron_noloco.outer.bucket_code import Code, blocks_to_code
 from megatron_noloco.outer.bucket_exchange import BucketExchange, Members, UnderWay, in_codes, in_fp32
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, PartnerLostError, PartnerTimeoutError, tag_of
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.host_codec import codec_for
 from megatron_noloco.outer.payload import Codec, signs_of
 from megatron_noloco.outer.vectors import BUCKET, HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
@@ -119,7 +120,7 @@ class Exchange:
         self.report = ExchangeReport(group=())
         self.done = False
         self._bits = bits
-        self._codec: Codec | None = None if bits is None else Codec(bits)
+        self._codec: Codec | None = None if bits is None else codec_for(bits)
         self._begun = False
         self._vector = self._signs = NOTHING
         self._what, self._tag = "", 0
@@ -185,7 +186,7 @@ class Exchange:
     def _prepare_codes(self, bits: int, number: int) -> None:
         device = self._vector.device
         if self._codec is None or self._codec.device != device:
-            self._codec = Codec(bits, device)
+            self._codec = codec_for(bits, device)
         self._signs = signs_of(number).to(device, non_blocking=True)
         self.rounding = None
         if keeps_rounding(bits, len(self.report.group)):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.host_kernels import halve, squared_distance
 from megatron_noloco.plans.grouping import Group
 
 _AT_ONCE = 1 << 18  # elements, which stay in cache
@@ -115,10 +116,10 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
 
 def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> None:
     if len(members) == 2:
-        difference = members[0] - members[1]
-        deviation = float(torch.dot(difference, difference)) / 2
+        one, two = members
+        deviation = squared_distance(one, two) / 2
         if math.isfinite(deviation):
-            torch.add(*members, out=out).mul_(0.5)
+            halve(one, two, out)
     else:
         members = torch.stack(tuple(members)).unbind()  # since `out` may be one of them
         mean = _mean_of_rows(members, out)

@@ -46,6 +46,7 @@ where a CPU divides by 5, and a pair of both would not agree on steps.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,6 +125,21 @@ def sum_bytes(elements: int, bits: int, members: int) -> int:
     return blocks_in(elements) * BLOCK * wide_type(bits, members).itemsize if members > 2 else 0
 
 
+class Found(NamedTuple):
+    """What the codes of the other members show: tensors on the codec's device.
+
+    Attributes:
+        right: bool of shape [blocks]: all differences fit, and the block is coded.
+        unequal: a bool: vectors differ in length (UnequalError). If they do by a multiple of 2^bits, the last
+            block is not right instead.
+        variance: of s * n over the group, summed over the elements of the blocks that are right.
+    """
+
+    right: Tensor
+    unequal: Tensor
+    variance: Tensor
+
+
 class Codec:
     """Encodes vectors in digits of `bits` bits. Its methods work in pieces that stay in cache.
 
@@ -131,7 +147,7 @@ class Codec:
     on `device` by default; the host never waits for it. Holds working memory for one piece.
 
     Attributes:
-        at_once: blocks of a piece.
+        weights: w of the checksums, int32 of shape [BLOCK].
     """
 
     def __init__(self, bits: int, device: torch.device = HOST) -> None:
@@ -139,12 +155,12 @@ class Codec:
             raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
         self.bits, self.device = bits, device
         self.block_bytes = BLOCK * bits // 8
-        self.at_once = _PIECE if device.type == "cpu" else _AT_ONCE
-        self._floats = torch.empty(self.at_once, BLOCK, dtype=torch.float32, device=device)
+        self._at_once = _PIECE if device.type == "cpu" else _AT_ONCE
+        self._floats = torch.empty(self._at_once, BLOCK, dtype=torch.float32, device=device)
         self._integers, self._weighted, self._sums = (
             torch.empty_like(self._floats, dtype=torch.int32) for _ in range(3)
         )
-        self._weights = _checksum_weights().to(device)
+        self.weights = _checksum_weights().to(device)
         self._places = {  # of the parts of a byte
             width: torch.arange(0, 8, width, dtype=torch.uint8, device=device).unsqueeze(1)
             for width in CODES[bits].planes
@@ -152,7 +168,7 @@ class Codec:
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
         """Fill `out`, fp32 of shape [blocks, CELLS], on any device."""
-        for piece, at in pieces(vector, self.at_once):
+        for piece, at in pieces(vector, self._at_once):
             rows = self._rows(piece, signs).view(-1, _CELL, CELLS)
             width = _CELL
             while width > 1:  # in a fixed order, unlike torch.sum
@@ -163,16 +179,29 @@ class Codec:
     def encode(self, vector: Tensor, steps: Tensor, digit: int, out: Coded) -> None:
         """Fill `out`, on any device, with digit number `digit` of n, the lowest first, and the checksums."""
         codes, checksums = out
-        for piece, at in pieces(vector, self.at_once):
+        for piece, at in pieces(vector, self._at_once):
             integers = self.whole_steps(piece, steps[at])
             checksums[at].copy_(self._checksum(integers, len(piece)), non_blocking=True)
             if digit:
                 integers.bitwise_right_shift_(self.bits * digit)
             codes[at].view(torch.int8).copy_(_packed(integers.to(torch.int8), self.bits), non_blocking=True)
 
+    def average(self, vector: Tensor, steps: Tensor, theirs: Received, out: Tensor) -> Found:
+        """Fill `out`, which may be the vector, with a pair's mean; where a block is not right with its own."""
+        found = self._nothing_found(steps)
+        for piece, at in pieces(vector, self._at_once):
+            m, right, unequal = self.differences(
+                self.whole_steps(piece, steps[at]), len(piece), _received(theirs, at)
+            )
+            moved, square = self._moved(piece, m, steps[at] * right / 2)
+            out[at.start * BLOCK :][: len(piece)] = moved
+            torch.logical_and(right, steps[at] > 0, out=found.right[at])
+            found.unequal.logical_or_(unequal)
+            found.variance.add_(square, alpha=2)
+        return found
+
     def differences(self, own: Tensor, elements: int, theirs: Received) -> tuple[Tensor, Tensor, Tensor]:
-        """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and whether the vectors
-        differ in length (UnequalError). If they do by a multiple of 2^bits, the last block is not right instead.
+        """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and `Found.unequal`.
 
         Args:
             own: n of this member (`whole_steps`).
@@ -195,19 +224,23 @@ class Codec:
         # Differences that do not fit are off by multiples of 2^bits. That of -2^(bits-1) is the same at both ends.
         return m, (off == 0) & (m.amin(dim=1) > -(2 ** (bits - 1))), (off & (2**bits - 1)).any()
 
-    def sum_of(
-        self, piece: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Fill `out`, of `wide_type` and shape [blocks, BLOCK], with the sums of n over the group.
+    def sum_of(self, vector: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
+        """Fill `out`, of `wide_type` and shape [blocks, BLOCK], on any device, with the group's sums of n."""
+        found = self._nothing_found(steps)
+        for piece, at in pieces(vector, self._at_once):
+            received = [_received(theirs, at) for theirs in others]
+            right, unequal, variance = self._sum_of_piece(piece, steps[at], received, out[at])
+            found.right[at] = right
+            found.unequal.logical_or_(unequal)
+            found.variance.add_(variance)
+        return found
 
-        Args:
-            piece: of this member's vector.
-            others: of the other members.
-            out: on any device.
+    def _nothing_found(self, steps: Tensor) -> Found:
+        right = torch.empty(len(steps), dtype=torch.bool, device=self.device)
+        unequal = torch.zeros((), dtype=torch.bool, device=self.device)
+        return Found(right, unequal, torch.zeros((), dtype=torch.float64, device=self.device))
 
-        Returns which blocks are right, whether two vectors differ in length, and the variance of s * n over the
-        group, summed over the elements of the blocks that are right.
-        """
+    def _sum_of_piece(self, piece: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
         members, own = 1 + len(others), self.whole_steps(piece, steps)
         right, unequal = steps > 0, torch.zeros((), dtype=torch.bool, device=self.device)
         total = self._sums[: len(steps)].zero_()
@@ -231,28 +264,36 @@ class Codec:
             right &= own.amin(dim=1) > -_LARGEST
         torch.add(total, own, alpha=members, out=total)
         out.copy_(total, non_blocking=True)
-        return right, unequal, variance
+        return Found(right, unequal, variance)
 
-    def from_difference(self, piece: Tensor, m: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def average_sums(
+        self, vector: Tensor, steps: Tensor, sums: Tensor, members: int, out: tuple[Tensor, Tensor | None]
+    ) -> None:
+        """Fill the first of `out`, which may be the vector, with the mean from the sums of n over the group.
+
+        With a second of `out` the mean is s * mean(n), the same bits for the whole group, and the second is filled
+        with this member's roundings, c - s n.
+        """
+        mean, rounding = out
+        for piece, at in pieces(vector, self._at_once):
+            within = slice(at.start * BLOCK, at.start * BLOCK + len(piece))
+            own = self.whole_steps(piece, steps[at])
+            if rounding is None:
+                differences = _sum_of_differences(own, sums[at], members)
+                mean[within] = self._moved(piece, differences, _divided(steps[at], members))[0]
+                continue
+            floats = self._floats[: len(own)].copy_(own).mul_(steps[at].unsqueeze(1))
+            torch.sub(piece, floats.view(-1)[: len(piece)], out=rounding[within])
+            whole = own.double().mul_(members)
+            whole.add_(_sum_of_differences(own, sums[at], members))
+            whole.mul_(_divided(steps[at].double(), members).unsqueeze(1))
+            mean[within] = floats.copy_(whole).view(-1)[: len(piece)]
+
+    def _moved(self, piece: Tensor, m: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return piece + scale * m, valid until the next call, and the sum of the squares of scale * m."""
         moved = self._floats[: len(m)].copy_(m).mul_(scale.unsqueeze(1)).view(-1)
         square = torch.dot(moved, moved)
         return moved[: len(piece)].add_(piece), square
-
-    def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
-        """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
-        differences = _sum_of_differences(self.whole_steps(piece, steps), total, members)
-        return self.from_difference(piece, differences, _divided(steps, members))[0]
-
-    def common_mean(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> tuple[Tensor, Tensor]:
-        """Return s * mean(n) instead, the same bits for the whole group, and this member's roundings, c - s n."""
-        own = self.whole_steps(piece, steps)
-        floats = self._floats[: len(own)].copy_(own).mul_(steps.unsqueeze(1))
-        rounding = piece - floats.view(-1)[: len(piece)]
-        whole = own.double().mul_(members)
-        whole.add_(_sum_of_differences(own, total, members))
-        whole.mul_(_divided(steps.double(), members).unsqueeze(1))
-        return floats.copy_(whole).view(-1)[: len(piece)], rounding
 
     def whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
         """Return n, int32 of shape [blocks, BLOCK]; a value that is not finite becomes any number."""
@@ -270,7 +311,7 @@ class Codec:
         return rows.mul_(factor)
 
     def _checksum(self, integers: Tensor, elements: int) -> Tensor:
-        weighted = torch.mul(integers, self._weights, out=self._weighted[: len(integers)])
+        weighted = torch.mul(integers, self.weights, out=self._weighted[: len(integers)])
         checksums = weighted.sum(dim=1, dtype=torch.int32)
         if rest := elements % BLOCK:  # else vectors of other lengths in as many blocks would look alike
             checksums[-1:].add_(rest)
@@ -307,10 +348,16 @@ def _packed(digits: Tensor, bits: int) -> Tensor:
     return torch.cat(planes, dim=1)
 
 
-def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
-    """Yield the vector in pieces of `blocks` blocks, each with the numbers of its blocks, counted from `first`."""
+def pieces(vector: Tensor, blocks: int = _PIECE) -> Iterator[tuple[Tensor, slice]]:
+    """Yield the vector in pieces of `blocks` blocks, each with the numbers of its blocks."""
     for at in slices(blocks_in(len(vector)), blocks):
-        yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
+        yield vector[at.start * BLOCK : at.stop * BLOCK], at
+
+
+def _received(theirs: Received, at: slice) -> Received:
+    """Return what a member has sent of some of the blocks."""
+    digits, checksums = theirs
+    return [digit[at] for digit in digits], checksums[at]
 
 
 def _divided(steps: Tensor, members: int) -> Tensor:

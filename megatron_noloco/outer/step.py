@@ -41,7 +41,8 @@ from it, and d steps later the outcome is merged. All local steps are kept; with
     theta_i <-  theta_i + (phi_i - theta_s)                                                     `merge`
 
 `round` says what the delay changes, `plans.stability` when replicas stay together. All functions work element by
-element, on any device and dtype; `out` names the memory of the results, which may be that of the arguments.
+element, on any device and dtype; `out` names the memory of the results, which may be that of the arguments. A
+product and a sum are two operations: torch's `add(alpha=...)` rounds once on some processors and twice on others.
 """
 
 import torch
@@ -51,7 +52,7 @@ from torch import Tensor
 def combine(theta: Tensor, phi: Tensor, beta: float, gamma: float, out: Tensor | None = None) -> Tensor:
     """Return c, the combined vector; all tensors have one shape."""
     c = torch.mul(theta, beta, out=out)
-    return c.add_(phi, alpha=gamma - beta) if gamma != beta else c
+    return c.add_(torch.mul(phi, gamma - beta)) if gamma != beta else c
 
 
 def outer_step(
@@ -65,9 +66,9 @@ def outer_step(
 ) -> tuple[Tensor, Tensor]:
     """Return phi and delta after the round, from the mean of c over the group; all tensors have one shape."""
     new_phi, new_delta = (None, None) if out is None else out
-    u = torch.sub(mean_c, phi, alpha=gamma)
+    u = torch.mul(phi, -gamma).add_(mean_c)
     new_delta = torch.mul(delta, alpha, out=new_delta).add_(u)
-    step = u.add_(new_delta, alpha=alpha) if nesterov else new_delta
+    step = u.add_(torch.mul(new_delta, alpha)) if nesterov else new_delta
     return torch.add(phi, step, out=new_phi), new_delta
 
 

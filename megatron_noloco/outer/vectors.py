@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer import step
+from megatron_noloco.outer import host_kernels, step
 from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.weights import Joined, Weights, wait_for
 from megatron_noloco.settings import NolocoSettings
@@ -22,7 +22,7 @@ HOST = torch.device("cpu")
 BUCKET = 1 << 21  # elements of a vector that are exchanged as one: 8 MiB
 NOTHING = torch.empty(0, dtype=torch.float32, device=HOST)
 _PORTABLE = 1  # cudaHostRegisterPortable
-_AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
+_AT_ONCE = 1 << 18  # elements formed at a time: they stay in cache
 _ON_DEVICE = 1 << 23  # by a GPU: few, long kernels, and 32 MiB
 _AHEAD = 3  # such pieces under way from a GPU
 
@@ -188,28 +188,34 @@ class OuterVectors:
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
         """
         beta, gamma = self.settings.outer_lr, self.settings.gamma
-        for ours, place, theta in self._read(spans, combined if snapshot is None else snapshot):
+        into, as_they_are = (combined, True) if snapshot is None else (snapshot, False)
+        for ours, place, theta in self._read(spans, into, as_they_are):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
-            step.combine(theta, phi, beta, gamma, out=piece)
-            if self.rounding is not None:
-                piece.add_(self.rounding[place])
+            kept = None if self.rounding is None else self.rounding[place]
+            host_kernels.combine(theta, phi, kept, beta, gamma, out=piece)
             if piece is not c:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
 
-    def _read(self, spans: Spans, into: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _read(self, spans: Spans, into: Tensor, as_they_are: bool) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield the fast weights of these ranges in pieces, each with its places; see `_pieces`.
 
         From a GPU to the host some pieces are under way while the caller computes with one.
 
         Args:
             into: where they are put; where it does not lie with phi, pieces have memory of their own.
+            as_they_are: whether a piece that is fp32 beside phi, in one tensor, may be left there.
         """
         parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
         under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
         for ours, place in self._pieces(spans, 0, spans.length):
             phi = self.slow_weights[place]
+            if as_they_are and not crosses:
+                first, *others = (part for part, _ in parts.overlaps(place.start, len(phi)))
+                if not others and first.dtype == phi.dtype:
+                    yield ours, place, first
+                    continue
             theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
             self.weights.read_into(theta, place.start, parts, waits=False)
             under_way.append(
@@ -237,15 +243,15 @@ class OuterVectors:
         moved = []
         for ours, place in self._pieces(spans, mean.start, mean.stop):
             phi = self.slow_weights[place]
-            delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
+            delta = None if self.momentum is None else self.momentum[place]
             c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-            c = c.to(delta.device, non_blocking=True)
+            c = c.to(phi.device, non_blocking=True)
             if self.rounding is not None:
                 kept = self.rounding[place]
                 kept.zero_() if rounding is None else kept.copy_(rounding[ours])
             method = self.settings
             numbers = method.outer_momentum, method.gamma, method.outer_nesterov
-            step.outer_step(phi, delta, c, *numbers, out=(phi, delta))
+            host_kernels.outer_step(phi, delta, c, *numbers)
             if snapshot is not None:
                 torch.sub(phi, snapshot[ours], out=snapshot[ours])
             moved.append((place.start, phi))

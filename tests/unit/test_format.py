@@ -1,10 +1,13 @@
 """The format of codes once more, in numpy, whose operations are those of IEEE 754: the same bits."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron_noloco.outer.host_codec import HostCodec, codec_for
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -20,6 +23,15 @@ Floats = NDArray[np.float32]
 F = np.float32
 KINDS = ("near", "equal", "zero", "denormal", "huge", "apart", "not finite")
 LENGTHS = (1, 511, 512, 513, 5 * 512 + 77)
+
+
+@pytest.fixture(params=["torch", "C"])
+def codecs(request: pytest.FixtureRequest) -> Callable[[int], Codec]:
+    if request.param == "torch":
+        return Codec
+    if not isinstance(codec_for(8), HostCodec):
+        pytest.skip("no C compiler")
+    return codec_for
 
 
 def drawn(kind: str, elements: int, seed: int) -> tuple[Floats, Floats]:
@@ -108,8 +120,10 @@ def checksum(n: NDArray[np.int32], elements: int) -> NDArray[np.int32]:
 @pytest.mark.parametrize("elements", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_and_means_have_the_bits_of_ieee_754(bits: int, kind: str, elements: int) -> None:
-    codec, number = Codec(bits), 3
+def test_codes_and_means_have_the_bits_of_ieee_754(
+    bits: int, kind: str, elements: int, codecs: Callable[[int], Codec]
+) -> None:
+    codec, number = codecs(bits), 3
     with np.errstate(all="ignore"):
         vectors = drawn(kind, elements, bits + elements)
         signs = signs_of(number).numpy()
@@ -139,7 +153,9 @@ def test_codes_and_means_have_the_bits_of_ieee_754(bits: int, kind: str, element
     np.testing.assert_array_equal(m.numpy()[right], (theirs - n)[right])
     limit = 2 ** (bits - 1)
     np.testing.assert_array_equal(right, (np.abs(theirs - n) < limit).all(axis=1) & coded)
-    moved, _ = codec.from_difference(torch.from_numpy(vectors[0]), m, steps * fits / 2)
+    moved = torch.empty(elements)
+    found = codec.average(torch.from_numpy(vectors[0]), steps, ([codes], checksums), moved)
+    np.testing.assert_array_equal(found.right.numpy(), right)
     scale = (expected_steps * fits.numpy() / F(2))[:, None]
     expected = (m.numpy().astype(F) * scale).reshape(-1)[:elements] + vectors[0]
     np.testing.assert_array_equal(moved.numpy(), expected)

@@ -3,11 +3,12 @@
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench exchange --megabytes 64
 
 Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, on the same bytes, so that noise of the
-machine affects them alike; a time is that of the slowest rank.
+machine affects them alike; a time is that of the slowest rank. With `CC=false` before it torch forms the means.
 """
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,9 @@ def run(options: argparse.Namespace) -> dict[str, Any] | None:
         "bytes": elements * 4,
         "repeats": options.repeats,
         "median_seconds": rounded(medians, 6),
+        "core_seconds_for_1e9_weights": {
+            name: round(statistics.median(times) / elements * 1e9, 2) for name, times in laps.cpu.items()
+        },
         "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
         "transport_time_over": {
             name: round(medians[TRANSPORT] / value, 3) for name, value in medians.items() if name != TRANSPORT
@@ -87,4 +91,7 @@ def make_ways(world: MPI.Comm, elements: int) -> dict[str, Callable[[], None]]:
             raw_outgoing.view(np.uint8), partner, recvbuf=raw_incoming.view(np.uint8), source=partner
         )
 
-    return {TRANSPORT: swap, "exchange": mean} | ({"sendrecv": sendrecv} if fits else {})
+    def memcpy() -> None:
+        incoming.copy_(outgoing)
+
+    return {TRANSPORT: swap, "exchange": mean, "memcpy": memcpy} | ({"sendrecv": sendrecv} if fits else {})

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megatron_noloco.outer.bucket_code import Code, PairCode
 from megatron_noloco.outer.finite_mean import ExchangeReport
-from megatron_noloco.outer.payload import BLOCK, Codec, Coded, blocks_in, message_bytes, signs_of
+from megatron_noloco.outer.host_codec import codec_for
+from megatron_noloco.outer.payload import BLOCK, Coded, blocks_in, message_bytes, signs_of
 from megatron_noloco.outer.vectors import BUCKET, HOST, Buffers
 from megatron_noloco.outer.weights import wait_for
 from megatron_noloco.plans.payloads import BITS
@@ -68,7 +69,11 @@ def measure(elements: int, repeats: int, bits: int) -> dict[str, float]:
 
 def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     """Encode and decode in buckets where the vectors lie, without the messages; only the first digit is timed."""
-    codec, signs, spans = Codec(bits, mine.device), signs_of(0).to(mine.device), range(0, len(mine), BUCKET)
+    codec, signs, spans = (
+        codec_for(bits, mine.device),
+        signs_of(0).to(mine.device),
+        range(0, len(mine), BUCKET),
+    )
     memory, reports = (
         [[Buffers() for _ in spans] for _ in range(2)],
         [ExchangeReport((0, 1)) for _ in range(2)],
