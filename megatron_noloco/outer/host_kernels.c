@@ -34,7 +34,7 @@ static int elements_of(place length, place block) {
 
 /* n of each element: INT_MIN for what is not a number. */
 static void whole_steps(const float *row, float step, int32_t *n) {
-    float inverse = step > 0 && 1 / step < INFINITY ? 1 / step : 0;
+    float inverse = step > 0 ? 1 / step : 0;
     EACH {
         float y = row[i] * inverse;
         float bounded = y > BIG ? BIG : y < -BIG ? -BIG : y;

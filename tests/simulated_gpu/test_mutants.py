@@ -119,10 +119,10 @@ MUTANTS = {
     ),
     "weights are used before they are copied": Mutant("outer/vectors.py", ROUNDS, "copied.synchronize()"),
     "the mean stays on the host": Mutant(
-        "outer/vectors.py", ROUNDS, "c = c.to(delta.device, non_blocking=True)"
+        "outer/vectors.py", ROUNDS, "c = c.to(phi.device, non_blocking=True)"
     ),
     "zeros are made on the host": Mutant(
-        "outer/vectors.py", ROUNDS, "torch.zeros_like(phi)", "torch.zeros(len(phi))"
+        "outer/host_kernels.py", ROUNDS, "torch.zeros_like(phi)", "torch.zeros(len(phi))"
     ),
     "weights are written on a stream of their own": Mutant(
         "outer/round.py",
