@@ -20,7 +20,7 @@ help:
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make matrix       the supported versions of the engines together, in environments of their own (hours, 6 GB each)'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
-	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
+	@echo 'make gpu-check    what a GPU is to prove, in runs/gpu-check; goes on where it stopped; STAGES="quickstart memory": these alone'
 	@echo 'make evidence     shorter versions of the studies of docs/evidence.md, in runs/evidence (half an hour)'
 	@echo 'make peers        the same work with torchft, and what plan predicts on slow links; root (half an hour)'
 	@echo 'make commands     each command that README, docs and --help name, in a fresh clone, in runs/commands (half an hour)'
@@ -77,7 +77,7 @@ bench: $(INSTALLED)
 	@.venv/bin/python -m tools.bench against '$(AGAINST)'
 
 gpu-check: $(INSTALLED)
-	@.venv/bin/python -m tools.gpu_check
+	@.venv/bin/python -m tools.gpu_check $(if $(STAGES),--only $(STAGES))
 
 pictures: $(INSTALLED)
 	@.venv/bin/python -m tools.pictures docs
