@@ -18,6 +18,7 @@ ALONE = {
     "bench payload": ("--elements 2048 --repeats 1", "ways"),
     "bench throughput": ("--size tiny --warm-ups 1 --repeats 1", "ours_over_it"),
     "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
+    "gpu_check.attached": ("--device cpu", "figure"),
     "gpu_check.replicas": (
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
         "peer",
@@ -35,7 +36,13 @@ OF_RANKS = {
 # Need no process of their own: they set nothing up before their imports.
 IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check.coding", "faults soak")
 # bench overlap is run by test_netlab.py as well.
-SECONDS_LONG = ("bench checkpoint", "bench overlap", "bench routing", "gpu_check.replicas")
+SECONDS_LONG = (
+    "bench checkpoint",
+    "bench overlap",
+    "bench routing",
+    "gpu_check.attached",
+    "gpu_check.replicas",
+)
 
 
 def printed(output: str) -> dict[str, Any]:

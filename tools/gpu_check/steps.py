@@ -23,6 +23,7 @@ STEPS = [
     ),
     Step("memory", "peak of 2 steps, 1.3B in bf16", (*_REPLICAS, "memory", "--size", "1.3B"), 120),
     _tests("resume", "checkpoint and resume, bit for bit", 120),
+    Step("attached", "attach: torch, FSDP2, ZeRO 1 and 2, bf16", ("-m", "tools.gpu_check.attached"), 120),
     Step("overlap", "pause of a round, 2 replicas", (*_REPLICAS, "overlap", "--replicas", "2"), 120),
     Step("rounds-2", "k = 50, 2 replicas on one GPU", (*_REPLICAS, "rounds", "--replicas", "2"), 120),
     Step("throughput-125M", "local step, bf16", (*_THROUGHPUT, "--size", "125M"), 120),
