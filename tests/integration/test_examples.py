@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
@@ -123,6 +124,11 @@ def test_the_source_distribution_has_every_file(release: Release) -> None:
     assert held >= tracked()
     more = {name for name in held - tracked() if not name.startswith("megatron_noloco.egg-info/")}
     assert more == {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_wheel_has_the_whole_package(release: Release) -> None:
+    with zipfile.ZipFile(release.wheel) as archive:
+        assert {*archive.namelist()} >= {name for name in tracked() if name.startswith("megatron_noloco/")}
 
 
 @pytest.mark.slow
