@@ -160,6 +160,18 @@ def test_codes_of_groups(bits: int, kind: str, elements: int, members: int) -> N
         same(*roundings)
 
 
+def test_sums_that_do_not_fit_are_found() -> None:
+    """Of 16 members one is 11 steps above the mean in the second block, and 11 below it in the third."""
+    numbers = torch.zeros(16, 3, BLOCK)
+    numbers[1:15, 1, 9], numbers[15, 1, 9] = -5, 7
+    numbers[:, 2] = -numbers[:, 1]
+    steps = torch.ones(3)
+    others = [sent(member.flatten(), steps, 4, 1) for member in numbers[1:]]
+    for codec in both_codecs(4):
+        sums = torch.empty(3, BLOCK, dtype=wide_type(4, 16))
+        assert codec.sum_of(numbers[0].flatten(), steps, others, sums).right.tolist() == [True, False, False]
+
+
 @coded
 def test_vectors_of_other_lengths_are_seen(bits: int) -> None:
     for codec in both_codecs(bits):
