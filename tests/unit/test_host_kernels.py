@@ -160,6 +160,16 @@ def test_codes_of_groups(bits: int, kind: str, elements: int, members: int) -> N
         same(*roundings)
 
 
+def test_differences_of_two_digits_may_be_large() -> None:
+    """The squares of a block of differences of 20,000 steps add up to more than 32 bits hold."""
+    mine, steps = torch.zeros(BLOCK), torch.ones(1)
+    received = sent(mine + 20_000, steps, 8, 2)
+    for codec in both_codecs(8):
+        found = codec.average(mine, steps, received, torch.empty(BLOCK))
+        assert found.right.item()
+        assert found.variance.item() == BLOCK * 20_000**2 / 2
+
+
 def test_sums_that_do_not_fit_are_found() -> None:
     """Of 16 members one is 11 steps above the mean in the second block, and 11 below it in the third."""
     numbers = torch.zeros(16, 3, BLOCK)
