@@ -13,6 +13,7 @@ import torch
 from megatron_noloco.checkpoint.catalog import (
     advice_on_set_aside,
     continued_from,
+    latest,
     read_manifests,
     step_of,
     steps,
@@ -249,13 +250,19 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         network_of(config.federation, config.noloco, RunIdentity({}))
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
-    if config.training.pretrained is not None:
+    if config.training.pretrained is not None and not _continues(config.checkpoint.load, output_dir):
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    check_source(config.data.source, tokenizer, Path(config.training.output_dir))
-    _check_load(config.checkpoint.load, Path(config.training.output_dir))
+    check_source(config.data.source, tokenizer, output_dir)
+    _check_load(config.checkpoint.load, output_dir)
     return tokenizer, architecture
+
+
+def _continues(load: str, output_dir: Path) -> bool:
+    """Return whether there is a checkpoint to continue from, whose weights count, sound or not."""
+    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
+    return load != "none" and (load != "auto" or any(latest(job / "checkpoints")[0] for job in jobs))
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

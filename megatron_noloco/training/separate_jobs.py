@@ -18,7 +18,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.preflight.newcomer import TOKENIZER, tokenizer_piece
 from megatron_noloco.training import finished
 from megatron_noloco.training.following import keep_addresses, keep_rows
-from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
+from megatron_noloco.training.prepare import Prepared, with_first_weights
 
 
 class StoppedAtStartError(Exception):
@@ -36,12 +36,11 @@ def meet(
     Raises StoppedAtStartError, on all ranks, where the job is not to train; else as `join_federation` does.
     """
     config = prepared.config
-    digest = computed_by_rank_0(lambda: first_weights(config, prepared.architecture))
     membership = join_federation(
         config.federation,
         config.noloco,
         Place(prepared.topology.slot, None),
-        with_first_weights(prepared.alike, digest),
+        with_first_weights(prepared.alike, settings.first_weights),
         config.training.train_iters,
         stopping.is_requested,
     )

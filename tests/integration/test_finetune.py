@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation": {"full": True, "iters": 1},
     }
     return fine_tune(llama, tmp_path_factory.mktemp("run"), records, changes)
+
+
+def test_a_resume_needs_no_pretrained_folder(tmp_path: Path) -> None:
+    """Nor reads it: weights are those of the checkpoint, the tokenizer is the run's copy."""
+    llama = make_llama(tmp_path / "llama")
+    records = [asked(" ".join(NUMBERS[:place]), NUMBERS[place]) for place in range(1, 9)] * 4
+    run = fine_tune(llama, tmp_path, records, {"data": {"split": "9,1"}, "training": {"train_iters": 4}})
+    shutil.rmtree(llama)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    raw["training"]["train_iters"] = 8
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    run_command("config", "--check", str(tmp_path / "run.json"))
+    run_ranks(4, run_whole, str(tmp_path / "run.json"))
+    assert [[row["step"] for row in replica][-1] for replica in metrics(run)] == [8, 8]
 
 
 def test_the_answers_are_learnt(run: Path) -> None:
