@@ -197,7 +197,8 @@ class RunConfig(DeepSpeedConfig):
     @property
     def world_size(self) -> int | None:
         """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
-        return self.parallel.replica_size if self.federation.exists else self.parallel.world_size
+        replicas = 1 if self.federation.exists else self.parallel.replicas
+        return None if replicas == "auto" else replicas * self.parallel.replica_size
 
 
 BLOCKS: dict[str, Any] = {

@@ -28,6 +28,7 @@ from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
+from megatron_noloco.preflight.schemes import all_reduce_bytes
 from megatron_noloco.training.prepare import Joined, Prepared
 
 
@@ -90,13 +91,12 @@ def _throughput(prepared: Prepared, tokens_per_sample: float) -> Throughput:
 
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
-    """Return what one replica would send in a ring all-reduce of a step's gradients over the replicas.
+    """Return what one replica would send to average a step's gradients over the replicas.
 
     In a federation their number is not known, and 2 stands for it: with more each would send more.
     """
-    replicas = prepared.topology.total_replicas or 2
-    bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
-    return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
+    weights = table_of(prepared.architecture).parameter_count
+    return all_reduce_bytes(prepared.config.precision, weights, prepared.topology.total_replicas or 2)
 
 
 def _known(prepared: Prepared, joined: Joined) -> Known:

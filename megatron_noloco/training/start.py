@@ -72,8 +72,7 @@ def start(
         leave_with_parent()  # a torchrun that is killed leaves its ranks running
     with now.doing("joining the other ranks"):
         notes = _join_ranks(prepared)
-    with now.doing("preparing the data"):
-        data, validation = _wait_for_data(prepared)
+    data, validation = _wait_for_data(prepared)
     with now.doing("comparing config and data with the other ranks"):
         check_ranks(prepared, data)
         hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
@@ -174,10 +173,11 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
     """Return the data, once all ranks of the job have them: a host that has no dataset makes it first."""
-    read = read_data(prepared)
-    now.part("waiting for other hosts, which prepare theirs")
-    announce("data", 1)
-    announced("data", math.inf)
+    with now.doing("preparing the data"):
+        read = read_data(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture)
+        now.part("waiting for other hosts, which prepare theirs")
+        announce("data", 1)
+        announced("data", math.inf)
     return read
 
 

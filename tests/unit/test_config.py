@@ -184,7 +184,7 @@ def test_topology_follows_block_parallel_and_ranks() -> None:
     parallel = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
     whole = config(parallel=parallel | {"sequence_parallel": True})
     assert whole.topology(8) == Topology(replicas=2, pp=2, tp=2, vpp=2, sequence_parallel=True)
-    assert (whole.parallel.world_size, config().parallel.world_size) == (None, 8)
+    assert (whole.world_size, config().world_size) == (None, 8)
 
 
 def test_routing_needs_several_replicas_and_stages() -> None:
