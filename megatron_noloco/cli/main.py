@@ -15,13 +15,11 @@ from megatron_noloco.cli.exit_codes import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
-from megatron_noloco.job.lasting_output import open_missing_streams
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run `main`, then leave the process with its exit code."""
-    open_missing_streams()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the reader of the output has gone
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see __main__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)

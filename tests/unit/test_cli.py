@@ -35,16 +35,6 @@ def test_a_ctrl_c_during_the_imports_leaves_without_a_message(tmp_path: Path) ->
     assert (finished.returncode, finished.stderr) == (-signal.SIGINT, b"")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_needs_no_standard_streams(closed: str) -> None:
-    finished = subprocess.run(
-        f"{sys.executable} -m megatron_noloco config --explain {closed}",
-        shell=True, cwd=REPOSITORY, capture_output=True,
-    )  # fmt: skip
-    assert (finished.returncode, finished.stderr) == (0, b"")
-    assert bool(finished.stdout) == (closed == "2>&-")
-
-
 def test_a_full_disk_below_the_output_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "megatron_noloco", "config", "--explain"]
