@@ -1,8 +1,6 @@
 """All commands, and the handling of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
-import difflib
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -59,12 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, from one rank of the job."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1) if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        if "required: COMMAND" in message:
-            hint = "; --help lists them"
-        sys.exit(usage_error(UserError(f"{self.prog}: error: {message}{hint}")))
+        sys.exit(usage_error(UserError(f"{self.prog}: error: {message}")))
 
 
 def _parser() -> argparse.ArgumentParser:
