@@ -113,7 +113,7 @@ def test_evaluate_finds_the_loss_per_token_of_the_answers(run: Path) -> None:
 def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) -> None:
     run_command("export", str(run), "--output", str(tmp_path / "exported"))
     (tokens,) = re.findall(
-        "tokens of all replicas: ([0-9]+)", (tmp_path / "exported" / "README.md").read_text()
+        "tokens of all replicas together: ([0-9]+)", (tmp_path / "exported" / "README.md").read_text()
     )
     assert 0.5 < int(tokens) / (2 * 2 * STEPS * 128) < 1, "padding is left out"
     settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())

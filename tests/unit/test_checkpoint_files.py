@@ -102,6 +102,28 @@ def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
     assert list(open_weights([folder], str(text), None).readers) == sets
 
 
+def test_tokens_of_a_mean_are_those_of_all_or_not_known(tmp_path: Path) -> None:
+    """The replicas of a federation end with one model, and their folders may be on other machines."""
+    jobs = [
+        write_checkpoint(tmp_path / f"replica_0{slot}" / "checkpoints", 10, job(slot)) for slot in range(3)
+    ]
+    for path in tmp_path.rglob("stage_*.json"):
+        counters = {"mean_of_replicas": 3, "tokens_per_sample": 10 + 3 * ("replica_01" in str(path))}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"counters": counters}))
+    (line,) = (line for line in inspect(jobs[0])[1] if line.startswith("consumed"))
+    assert line == "consumed by all replicas: 360 samples, 3960 tokens"
+    assert inspect(*jobs)[1].count(line) == 1
+    shutil.rmtree(tmp_path / "replica_02")
+    counted = [facts(inspect(*found)[1]) for found in (jobs[1:2], jobs[:2])]
+    unknown = "not known here: those of {} whose mean the weights are"
+    assert counted[0]["consumed by this replica"] == "120 samples, 1560 tokens; " + unknown.format(
+        "2 other replicas"
+    )
+    assert counted[1]["consumed by these 2 replicas"] == "240 samples, 2760 tokens; " + unknown.format(
+        "1 other replica"
+    )
+
+
 # Whole files
 
 
