@@ -272,6 +272,7 @@ class RoundRows:
             "kind": "step",
             "step": done,
             "replica": slot,
+            "unix_seconds": time.time(),
             "speed/seconds_per_step": (at - self._since) / self._steps,
             "total/sent_bytes": self._sent_bytes,
             "total/missed_rounds": self._missed,

@@ -93,7 +93,7 @@ def _other_jobs(
     membership.say = monitor.say
     if membership.members is not None:
         folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.members, folder))
+        monitor.metrics.writers.append(OtherJobs(membership.members, folder, monitor.plan.start_step))
     return FederationPeers(membership, replica, outer, keeper, health)
 
 

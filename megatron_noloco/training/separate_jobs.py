@@ -1,5 +1,6 @@
 """A run whose replicas are separate jobs: how its job meets the others, and what it shows of them."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -65,15 +66,23 @@ class OtherJobs:
 
     So `watch` and `report` show the federation anywhere. Only numbers of `metrics.jsonl` leave a job. What cannot
     be written is lost, as `ReplicaFiles` says for the same disk.
+
+    Args:
+        start_step: local steps done before this process; a row of kind "start" says so, unless it is 0.
     """
 
-    def __init__(self, members: Members, folder: Path) -> None:
+    def __init__(self, members: Members, folder: Path, start_step: int) -> None:
         self._members, self._folder = members, folder / OTHERS
         self._known: Mapping[Member, Status] = {}
+        if start_step:
+            self._publish({"kind": "start", "step": start_step})
 
     def write(self, row: Row) -> None:
-        self._members.publish_row(row)
+        self._publish(row)
         self._keep()
+
+    def _publish(self, row: Row) -> None:
+        self._members.publish_row({**row, "unix_seconds": time.time()})
 
     def close(self) -> None:
         self._keep()
