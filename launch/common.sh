@@ -1,11 +1,9 @@
-# Sourced by the launch scripts: takes the profile, finds Python and mpirun, checks the config before anything starts.
+# Sourced by the launch scripts: finds Python and mpirun, checks the config before anything starts.
 #   PYTHON  the interpreter; default: the active virtual environment's, else .venv's, else python3
 #   MPIRUN  the mpirun to use; default: the one beside the interpreter, else the one on PATH
 # shellcheck shell=sh disable=SC2034  # the scripts that source this read its variables
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the package need not be installed
-# shellcheck source=launch/profile.sh
-. "$root/launch/profile.sh"
 # shellcheck source=launch/wait.sh
 . "$root/launch/wait.sh"
 

@@ -5,7 +5,6 @@
 #   HOSTFILE  lines like "node1 slots=8"; by default the hosts that PBS or LSF has allocated, and without these all
 #             processes run on this host, possibly several per core
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
-#   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
 #   MPI_OPTIONS  more options of mpirun, such as "-x NCCL_DEBUG=INFO"
 # On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
@@ -26,7 +25,7 @@ if [ "$mpi" = openmpi ]; then
     mpi_options="$mpi_options${NIC:+ --mca btl_tcp_if_include $NIC}"
     if [ -n "${HOSTFILE:-}" ]; then # ssh does not pass the environment: name the variables
         hostfile=--hostfile
-        mpi_options="$mpi_options $mpi_progress -x PYTHONPATH $profile_passes"
+        mpi_options="$mpi_options $mpi_progress -x PYTHONPATH"
         mpi_options="$mpi_options${NIC:+ -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME}"
     else
         mpi_options="$mpi_options --oversubscribe"

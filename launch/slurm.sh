@@ -25,9 +25,9 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 # Exchanges use the slow network between islands; select its interface if a node has several.
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 OMPI_MCA_btl_tcp_if_include=eth0
 
-# LAUNCH_PROFILE: wan, ethernet or ib, with sbatch or here.
-# shellcheck source=launch/profile.sh
-. "$root/launch/profile.sh"
+# Where rank 0 listens if MPI does not connect the ranks: this script runs on the first host.
+export MASTER_ADDR="${MASTER_ADDR:-$(hostname)}"
+export MASTER_PORT="${MASTER_PORT:-$((15000 + ${SLURM_JOB_ID:-0} % 15000))}" # below the ephemeral ports
 # shellcheck source=launch/wait.sh
 . "$root/launch/wait.sh"
 

@@ -20,7 +20,9 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -80,6 +82,9 @@ def field(default: Any, meaning: str, scope: Scope | None = None, **bounds: Any)
 own_field, offered_field, shared_field, compared_field = (partial(field, scope=scope) for scope in Scope)
 
 
+NO_RULES = "no rules"  # context of a validation that accepts what `Settings.rules` refuse
+
+
 class Settings(BaseModel):
     """A block of settings: frozen, and checked when it is made; all arguments are keywords.
 
@@ -108,9 +113,23 @@ class Settings(BaseModel):
     def _problems_of(cls, error: ValidationError, given: dict[str, Any]) -> list[str]:
         return problems_of(error, cls, (cls.__name__,))
 
+    @classmethod
+    def left_out(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of fields that are left out, or given by a word, where other fields decide them."""
+        return {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _fill_in(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        """Make the settings; fields that `left_out` gives do not count as given."""
+        values = cls.left_out(given) if isinstance(given, dict) else {}
+        made = make({**given, **values} if values else given)
+        made.model_fields_set.difference_update(values)
+        return made
+
     @model_validator(mode="after")
-    def _keeps_the_rules(self) -> Self:
-        if problems := list(self.rules()):
+    def _keeps_the_rules(self, info: ValidationInfo) -> Self:
+        if info.context != NO_RULES and (problems := list(self.rules())):
             raise UserError("\n".join(problems))
         return self
 

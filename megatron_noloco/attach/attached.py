@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from torch import Tensor, nn
 
 from megatron_noloco.attach.job_state import JobState
+from megatron_noloco.attach.loop_watch import Ending, LoopWatch
 from megatron_noloco.attach.replica_groups import this_rank
 from megatron_noloco.attach.shards import Engine
 from megatron_noloco.errors import UserError
@@ -64,6 +65,10 @@ class Attached:
         self._rounds = self._rounds_met = 0
         self._steps = None if engine.steps is None else engine.steps()
         self._until_closed = ExitStack()
+        place = self.outer.place
+        self._loop, self._ending = LoopWatch(engine), Ending(place.replica, place.replicas, done)
+        self._until_closed.callback(self._loop.close)
+        self._until_closed.callback(finalize(self, self._ending.without_close).detach)
         for part in chain.from_iterable(module.modules() for module in engine.modules):
             hook = part.register_load_state_dict_pre_hook(_Notice(self, part))
             self._until_closed.callback(hook.remove)
@@ -105,9 +110,10 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self._peers.rounds(self.done)
         self._compare(reports)
+        self._loop.after_step(bool(reports))
         if self._rows is not None:
             self._rows.after_step(self.done, reports)
-        self.done = self._peers.catch_up(self.done).step
+        self._ending.done = self.done = self._peers.catch_up(self.done).step
         now.part(f"local step {self.done + 1}")
         return reports
 
@@ -138,6 +144,7 @@ class Attached:
 
         Raises UserError for a state that is registered and made of more than numbers, text and tensors.
         """
+        self._ending.kept = self.done
         return self._job_state.state_dict(self.done)
 
     def average(self) -> list[ExchangeReport]:
@@ -166,6 +173,7 @@ class Attached:
                 warnings.warn(f"the final average is {report.missed}", stacklevel=2)
         if not average.stopped:
             self._peers.stay(self.done)
+        self._ending.kept = self.done
         return list(average.reports)
 
     def leave(self) -> list[RoundReport]:
@@ -194,6 +202,8 @@ class Attached:
             return
         _ATTACHED.discard(self)
         raising = at_once or sys.exception() is not None
+        if not raising and self._ending.kept < self.done and (line := self._ending.words):
+            warnings.warn(line, stacklevel=2)
         with self._until_closed:
             self._until_closed.callback(self._peers.close, raising)
             summary = self._peers.summary(self._rounds_met, self._rounds)
@@ -262,6 +272,7 @@ class RoundRows:
             "kind": "step",
             "step": done,
             "replica": slot,
+            "unix_seconds": time.time(),
             "speed/seconds_per_step": (at - self._since) / self._steps,
             "total/sent_bytes": self._sent_bytes,
             "total/missed_rounds": self._missed,

@@ -112,7 +112,8 @@ class Manifest:
     layout: list[FlatPart]  # of this rank's flat vectors
     engine: dict[str, Any] = field(default_factory=dict)  # see `ReplicaEngine.numbers`
     counters: dict[str, float] = field(default_factory=dict)
-    tokenizer: dict[str, str] = field(default_factory=dict)  # see `CheckpointSettings.tokenizer`
+    tokenizer: dict[str, str] = field(default_factory=dict)  # see `CheckpointSettings`
+    first_weights: str | None = None  # see `CheckpointSettings`
 
     def write(self, folder: Path) -> None:
         """Write the manifest, which commits the rank's files: files without one are ignored."""

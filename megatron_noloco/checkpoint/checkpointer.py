@@ -142,6 +142,7 @@ class Checkpointer:
             engine=numbers,
             counters=counters,
             tokenizer=self.settings.tokenizer,
+            first_weights=self.settings.first_weights,
         )
         manifest.write(folder)
         catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import (
@@ -19,6 +19,28 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position, Topology
+
+
+class Consumed(NamedTuple):
+    """Training data that a model has seen, padding and local steps that a job left out not counted.
+
+    Attributes:
+        whose: the replicas that are counted, in words.
+        missing: how many replicas of the mean are not counted, since their folders are elsewhere.
+    """
+
+    samples: int
+    tokens: int
+    whose: str
+    missing: int = 0
+
+    @property
+    def note(self) -> str:
+        """Say that not all is counted, where it is not."""
+        if not self.missing:
+            return ""
+        other = "other replica whose" if self.missing == 1 else "other replicas whose"
+        return f"; not known here: those of {self.missing} {other} mean the weights are"
 
 
 @dataclass(frozen=True)
@@ -66,25 +88,28 @@ class Ensemble:
         """The topology of the job that saved the first replica."""
         return self.manifests[0].topology
 
-    @property
-    def consumed_samples(self) -> int:
-        """The training samples that all these replicas have consumed; not those of steps that a job left out."""
+    @cached_property
+    def consumed(self) -> "Consumed":
+        """What these replicas have consumed; of a mean at the end what all replicas have, if all are here."""
         first = self.manifests[0]
         if not first.topology.separate_jobs:
-            return first.consumed_samples
-        return sum(map(_consumed_by_job, map(self.last_stage, self.replicas)))
+            return Consumed(first.consumed_samples, _tokens_of(first, first.consumed_samples), "all replicas")
+        jobs = self._jobs_of_mean()
+        samples = [_consumed_by_job(job) for job in jobs]
+        whose, missing = "all replicas", max(self.mean_of, len(self.replicas)) - len(jobs)
+        if missing or (len(jobs) == 1 and not self.mean_of):
+            whose = "this replica" if len(jobs) == 1 else f"these {len(jobs)} replicas"
+        return Consumed(sum(samples), sum(map(_tokens_of, jobs, samples)), whose, missing)
 
-    @property
-    def consumed_tokens(self) -> int:
-        """The training tokens of `consumed_samples`, padding left out."""
-        first = self.manifests[0]
-        per_sample = first.counters.get(TOKENS_PER_SAMPLE, first.architecture.seq_length)
-        return round(self.consumed_samples * per_sample)
-
-    @property
-    def consumers(self) -> str:
-        """Name the replicas that `consumed_samples` counts."""
-        return "this replica" if self.topology.separate_jobs and len(self.replicas) == 1 else "all replicas"
+    def _jobs_of_mean(self) -> list[Manifest]:
+        """Return a manifest of each separate job: of all whose mean the weights are, if they are in one folder."""
+        found = [self]
+        if self.mean_of > len(self.replicas):
+            folders = sorted((self.folder / "../../..").glob(f"replica_*/checkpoints/{self.folder.name}"))
+            beside = [Ensemble.read([folder]) for folder in folders if catalog.is_complete(folder)]
+            beside = [other for other in beside if other.mean_of == self.mean_of]
+            found = beside if len(beside) == self.mean_of else found
+        return [other.last_stage(replica) for other in found for replica in other.replicas]
 
     @property
     def mean_of(self) -> int:
@@ -187,7 +212,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     saved = find_ensemble(paths)
     for manifest in saved.manifests:
         saved.verify(manifest)
-    manifests, first, replicas = saved.manifests, saved.manifests[0], saved.replicas
+    manifests, first, replicas, seen = saved.manifests, saved.manifests[0], saved.replicas, saved.consumed
     noloco = first.config["noloco"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
     parameters = table_of(first.architecture).parameter_count
@@ -199,7 +224,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     return [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {', '.join(steps)} of {first.config['training']['train_iters']}",
-        f"consumed by all replicas: {saved.consumed_samples} samples, {saved.consumed_tokens} tokens",
+        f"consumed by {seen.whose}: {seen.samples} samples, {seen.tokens} tokens{seen.note}",
         f"parallel: {saved.layout_in_words}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica{', the same in all, bit for bit' * are_equal}",
@@ -257,6 +282,10 @@ def _consumed_by_job(manifest: Manifest) -> int:
     """Return the samples that a separate job has read: without those of local steps that it left out."""
     left_out = manifest.counters.get("total/skipped_ahead", 0.0) / max(1, manifest.step)
     return round(manifest.consumed_samples * (1 - left_out))
+
+
+def _tokens_of(manifest: Manifest, samples: int) -> int:
+    return round(samples * manifest.counters.get(TOKENS_PER_SAMPLE, manifest.architecture.seq_length))
 
 
 def _model(manifest: Manifest) -> Architecture:

@@ -38,22 +38,26 @@ class Start:
         return self.saved.manifests[0].consumed_samples if self.saved else 0
 
 
-def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
+def find_start(checkpoints: Path, load: str, topology: Topology) -> Start:
     """Find the step to start from; every rank calls it and gets the same step. Changes nothing.
+
+    Args:
+        checkpoints: the folder of the run's own step folders.
+        load: see `CheckpointSettings`.
 
     A run that has started from a step folder, and has saved since, continues from what it saved: a scheduler that
     starts the same command again must not lead it back.
     Raises UserError when `checkpoint.load` names a damaged checkpoint, and nothing newer is there.
     """
-    if settings.load == "none":
+    if load == "none":
         return Start(None, [])
-    explicit = None if settings.load == "auto" else Path(settings.load)
-    found = catalog.steps(settings.folder)
+    explicit = None if load == "auto" else Path(load)
+    found = catalog.steps(checkpoints)
     if explicit is not None:
-        found = [*catalog.continued_from(settings.folder, settings.load), explicit]
+        found = [*catalog.continued_from(checkpoints, load), explicit]
     refused = ""
     # Rank 0 decides: other ranks may see an older state of a shared file system.
-    folders, (complete, note) = broadcast_from_rank_0((found, catalog.latest(settings.folder)))
+    folders, (complete, note) = broadcast_from_rank_0((found, catalog.latest(checkpoints)))
     notes = [note] if note and explicit is None else []
     for folder in folders:
         if folder == explicit and refused:

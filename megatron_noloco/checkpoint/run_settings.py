@@ -54,24 +54,26 @@ class CheckpointSettings:
     Attributes:
         folder: the folder of the step folders.
         run: the JSON of the run, which each manifest contains.
-        compared: returns the JSON of a saved run and of this one in a form in which equal settings are equal: with
-            the defaults of fields that did not exist then, and with the values that null stands for.
+        meant: returns the JSON of a run, perhaps one of another version, as this version writes it, with the
+            values that null stands for.
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
         training_data: checksums of the training data by the counter of a checkpoint that has them, newest first;
             then that of the validation data.
         tokenizer: the digests of the run's tokenizer (TOKENS) and of its chat template (TEMPLATE); empty: unknown.
+        first_weights: a digest of the pretrained weights with which the run began; None: not known, or random.
     """
 
     folder: Path
     run: dict[str, Any]
-    compared: Callable[[dict[str, Any], dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
+    meant: Callable[[dict[str, Any]], dict[str, Any]]
     keep_last: int
     async_save: bool
     load: str
     training_data: Mapping[str, int] = field(default_factory=dict)
     tokenizer: dict[str, str] = field(default_factory=dict)
+    first_weights: str | None = None
 
     @property
     def seed(self) -> int:
@@ -110,7 +112,7 @@ class CheckpointSettings:
                 "would be validated on what it has trained on"
             )
         same = same_data(self.training_data, counters)
-        differences = list(_differences(*self.compared(saved, self.run)))
+        differences = list(_differences(self.meant(saved), self.meant(self.run)))
         # Another split makes other contents of the same files.
         comparable = all(name != _SPLIT for name, *_ in differences)
         for name, before, after in differences:

@@ -64,15 +64,13 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.preflight.short_run import dry_run
-        from megatron_noloco.training.prepare import check_rows, check_sizes, check_start
+        from megatron_noloco.training.prepare import check_data, check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
     try:
         tokenizer, architecture = check_start(config)
-        check_rows(config, tokenizer)
-        if topology is not None:
-            check_sizes(config, topology, tokenizer, architecture)
+        check_data(config, topology, tokenizer, architecture)
         say(f"{path}: ok")
     except UserError as error:
         problem = error

@@ -1,8 +1,6 @@
 """All commands, and the handling of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
-import difflib
-import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,13 +13,11 @@ from megatron_noloco.cli.exit_codes import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
-from megatron_noloco.job.lasting_output import open_missing_streams
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run `main`, then leave the process with its exit code."""
-    open_missing_streams()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the reader of the output has gone
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see __main__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,12 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, from one rank of the job."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
-        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1) if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        if "required: COMMAND" in message:
-            hint = "; --help lists them"
-        sys.exit(usage_error(UserError(f"{self.prog}: error: {message}{hint}")))
+        sys.exit(usage_error(UserError(f"{self.prog}: error: {message}")))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -75,15 +75,6 @@ def utf8(text: str) -> str:
     return text
 
 
-def share(text: str) -> float:
-    number = _number(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(
-            f'"{text}" is not a share: a number above 0 and at most 1, such as 0.4'
-        )
-    return number
-
-
 def at_least_zero(text: str) -> float:
     number = _number(text)
     if not 0 <= number < math.inf:

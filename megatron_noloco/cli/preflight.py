@@ -16,7 +16,6 @@ from megatron_noloco.cli.options import (
     gigabytes,
     latency,
     say,
-    share,
 )
 from megatron_noloco.errors import UserError
 from megatron_noloco.job.leaving import FAILURE
@@ -28,7 +27,7 @@ _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
 "note" or "problem"), what, advice, and figures; the figures of the exchange are
 latency_seconds, gb_per_second and over. A machine with any problem is not ready."""
-_MFU = 0.4
+_MFU = 0.4  # share of a GPU's peak that a step reaches
 
 
 def add_commands(commands: Commands) -> None:
@@ -41,10 +40,13 @@ def add_commands(commands: Commands) -> None:
     add = plan.add_argument
     add("config", help="a config file")
     add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: the config's)")
-    add("--gpu", metavar="NAME", help="such as H100: say whether the run fits and how long a step takes")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="such as H100: say whether the run fits and how long a step takes at 0.4 of its peak",
+    )
     memory = "memory of a GPU in 10^9 bytes, of one that --gpu does not know or that comes in several sizes"
     add("--gpu-memory", type=gigabytes, metavar="GB", help=memory)
-    add("--mfu", type=share, help=f"with --gpu: share of its peak that a step reaches (default: {_MFU})")
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
@@ -78,8 +80,6 @@ def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.preflight import plan as planning
     from megatron_noloco.preflight.schemes import Network
 
-    if args.mfu is not None and (args.gpu is None or args.step is not None):
-        raise UserError("--mfu: estimates the time of a step on the GPU of --gpu; give it without --step")
     for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
         if given and args.bandwidth is None:
             raise UserError(f"{option}: give --bandwidth as well; without it exchanges are left out")
@@ -97,7 +97,7 @@ def _plan(args: argparse.Namespace) -> int:
         size = accelerator.gigabytes
     step, peak = args.step, None if accelerator is None else accelerator.peak(config.precision)
     if step is None and peak is not None:
-        step = planning.computing_seconds(config, architecture, peak, args.mfu or _MFU)
+        step = planning.computing_seconds(config, architecture, peak, _MFU)
     network = None
     if args.bandwidth is not None:
         network = Network(args.bandwidth, args.latency, args.gpus_per_node or 1)

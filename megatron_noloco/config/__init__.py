@@ -4,7 +4,7 @@ Nothing here imports torch or an engine, but for the rates of a schedule, which 
 """
 
 from megatron_noloco.config.explain import explain, schema
-from megatron_noloco.config.load import load_config
+from megatron_noloco.config.load import load_config, saved_config
 from megatron_noloco.config.resolve import Resolved, resolve
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.summary import Known, describe, facts_in_words
@@ -18,5 +18,6 @@ __all__ = [
     "facts_in_words",
     "load_config",
     "resolve",
+    "saved_config",
     "schema",
 ]

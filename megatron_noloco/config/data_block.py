@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
@@ -87,12 +87,10 @@ class DataConfig(Settings):
     )
     eod_mask_loss: bool = offered_field(False, "Whether the token after the end of a document has no loss.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_the_type_of_the_model(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tokenizer_model") is not None:
-            return {"tokenizer_type": "HuggingFaceTokenizer", **given}
-        return given
+    def left_out(cls, given: dict[str, Any]) -> dict[str, Any]:
+        has_type = "tokenizer_type" in given or given.get("tokenizer_model") is None
+        return {} if has_type else {"tokenizer_type": "HuggingFaceTokenizer"}
 
     @field_validator("data_path", "train_data_path", "valid_data_path")
     @classmethod

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import shown
+from megatron_noloco.fields import NO_RULES, problems_of, shown
 from megatron_noloco.files import json_object, utf_8_problem, without_mark
 
 _COMMENTS = ("//", "/*", "#")
@@ -33,6 +35,19 @@ def load_config(path: str | Path, model: Mapping[str, Any] | None = None) -> Run
     except UserError as error:
         problems = str(error).splitlines()
     raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
+
+
+def saved_config(run: Mapping[str, Any]) -> RunConfig:
+    """Return the config that a checkpoint keeps, which may be that of another version of this program.
+
+    Fields that this version lacks are left out, fields that are new have their defaults, and no rule counts: the
+    run has trained. Raises UserError for a value that no run of this version can have.
+    """
+    try:
+        return RunConfig.model_validate(run, extra="ignore", context=NO_RULES)
+    except ValidationError as error:
+        problems = problems_of(error, RunConfig)
+    raise UserError("\n".join(f"the checkpoint's config, of another version: {line}" for line in problems))
 
 
 def _read(path: Path) -> dict[str, Any]:

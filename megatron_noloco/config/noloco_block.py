@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_noloco.fields import Also, Positive, field, offered_field, own_field
 from megatron_noloco.settings import K_MEANING, PAPER, NolocoSettings
@@ -46,19 +46,18 @@ class TrainerSettings(NolocoSettings):
         'each "round" or "microbatch".',
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _with_choices(cls, given: Any) -> Any:
+    def left_out(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the recipe that is named, and of local_steps "auto"."""
-        if not isinstance(given, dict):
-            return given
-        if given.get("recipe") == "paper":
-            given = {**PAPER, **given}
-        if given.get("local_steps", "auto") == "auto":
+        chosen: dict[str, Any] = dict(PAPER) if given.get("recipe") == "paper" else {"local_steps": "auto"}
+        steps = given.get("local_steps", chosen["local_steps"])
+        chosen = {name: value for name, value in chosen.items() if name not in given}
+        if steps == "auto":
             others = (given.get(name) for name in ("fragments", "overlap_steps"))
-            fewest = max([1, *(number for number in others if isinstance(number, int))])
-            given = {"most_waiting": MOST_WAITING, **given, "local_steps": fewest}
-        return given
+            chosen["local_steps"] = max([1, *(number for number in others if isinstance(number, int))])
+            if "most_waiting" not in given:
+                chosen["most_waiting"] = MOST_WAITING
+        return chosen
 
     @property
     def active_method(self) -> Literal["noloco", "diloco", "none"]:

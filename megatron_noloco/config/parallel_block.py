@@ -59,11 +59,6 @@ class ParallelConfig(Settings):
         """Ranks of one replica."""
         return self.pipeline_model_parallel_size * self.data_parallel_size * self.tensor_model_parallel_size
 
-    @property
-    def world_size(self) -> int | None:
-        """Ranks of the whole run; None where `replicas` is "auto"."""
-        return None if self.replicas == "auto" else self.replicas * self.replica_size
-
 
 def lay_out(parallel: ParallelConfig, world_size: int, separate_jobs: bool = False) -> Topology:
     """Return the topology of `world_size` ranks; raises UserError with the equation when they do not fit.

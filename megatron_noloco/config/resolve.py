@@ -21,14 +21,14 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    config: RunConfig, replicas: int | None, hosts: Sequence[str] = (), saved: Mapping[str, Any] | None = None
+    config: RunConfig, replicas: int | None, hosts: Sequence[str] = (), saved: TrainerSettings | None = None
 ) -> Resolved:
     """Return the settings of a run: those of its file, its recipe, its hosts, and the run that it continues.
 
     Args:
         replicas: in this job; None: not known, and the recipe chooses nothing.
         hosts: of the replicas, for `noloco.sites` "hosts".
-        saved: JSON of the run that is continued.
+        saved: the settings of the run that is continued.
 
     Raises UserError where the method cannot have these replicas.
     """
@@ -51,20 +51,18 @@ def resolve(
 def _is_left_to_recipe(config: RunConfig) -> bool:
     """Return whether the file leaves groups to its recipe: not for DiLoCo, separate jobs, or sites."""
     noloco = config.noloco
-    if noloco.method != "noloco" or noloco.sites is not None or config.federation.exists:
+    if noloco.recipe != "recommended" or noloco.method != "noloco" or noloco.sites is not None:
+        return False
+    if config.federation.exists:
         return False
     return noloco.model_fields_set.isdisjoint(recommended(1))
 
 
 def _kept(
-    noloco: TrainerSettings, saved: Mapping[str, Any], names: Mapping[str, Any], replicas: int
+    noloco: TrainerSettings, saved: TrainerSettings, names: Mapping[str, Any], replicas: int
 ) -> TrainerSettings | None:
     """Return the settings with those of a saved run, if method and recipe are the same; None where they cannot."""
-    then = saved.get("noloco", {})
-    if (then.get("method"), then.get("recipe", noloco.recipe)) != (noloco.method, noloco.recipe):
+    if (saved.method, saved.recipe) != (noloco.method, noloco.recipe):
         return None
-    try:
-        kept = noloco.replace(**{name: then[name] for name in names if name in then})
-    except UserError:  # for a value that is gone, such as payload "int16"
-        return None
+    kept = noloco.replace(**{name: getattr(saved, name) for name in names})
     return None if groups_problem(kept, replicas) else kept

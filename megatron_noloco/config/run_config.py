@@ -98,7 +98,11 @@ class RunConfig(DeepSpeedConfig):
         It must see a world of this replica's data parallelism.
         """
         given = self.model_dump(include=set(DeepSpeedConfig.model_fields), exclude_none=True)
+        accumulated = self.data_types.grad_accum_dtype or ("fp32" if self.bf16.enabled else self.precision)
+        reduced = "fp32" if accumulated == "fp32" else self.precision
         settled: dict[str, Any] = {
+            "data_types": {"grad_accum_dtype": accumulated},
+            "communication_data_type": self.communication_data_type or reduced,
             TRAIN: self.batch.samples,
             MICRO: self.batch.micro,
             STEPS: self.batch.steps,
@@ -120,6 +124,10 @@ class RunConfig(DeepSpeedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, with all defaults."""
         return {**self.as_deepspeed(), **self.model_dump(include=set(BLOCKS))}
+
+    def meant(self, tokenizer_vocab: int = 0) -> dict[str, Any]:
+        """Return the JSON object of this configuration, with what null stands for; see `ModelConfig.meant`."""
+        return self.to_dict() | {"model": self.model.meant(tokenizer_vocab)}
 
     def shared(self) -> dict[str, Any]:
         """Return the fields in which jobs must not differ, by block; those of the method are compared apart."""
@@ -189,7 +197,8 @@ class RunConfig(DeepSpeedConfig):
     @property
     def world_size(self) -> int | None:
         """Return the ranks of a job; None where `parallel.replicas` is "auto"."""
-        return self.parallel.replica_size if self.federation.exists else self.parallel.world_size
+        replicas = 1 if self.federation.exists else self.parallel.replicas
+        return None if replicas == "auto" else replicas * self.parallel.replica_size
 
 
 BLOCKS: dict[str, Any] = {

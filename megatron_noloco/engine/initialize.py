@@ -115,17 +115,16 @@ def _announce_experts(stage: Stage, groups: Groups) -> None:
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a ds_config with what depends on the precision and on the machine.
 
-    - In bf16, gradients accumulate in fp32 over the microbatches, as in Megatron, unless the file has another
-      `data_types.grad_accum_dtype`; for correct numbers DeepSpeed then needs two more settings.
+    - For gradients that accumulate in fp32 beside weights in bf16 DeepSpeed needs one more setting.
     - Adam is DeepSpeed's fused kernel where it loads, else torch's, fused on a GPU; unless the file has
       `torch_adam`.
     """
     settings = dict(ds_config)
-    if settings.get("bf16", {}).get("enabled", False):
-        settings["data_types"] = {"grad_accum_dtype": "fp32", **settings.get("data_types", {})}
-        if settings["data_types"]["grad_accum_dtype"] == "fp32":
-            settings["bf16"] = {"immediate_grad_update": True, **settings["bf16"]}
-            settings.setdefault("communication_data_type", "fp32")
+    if (
+        settings.get("bf16", {}).get("enabled", False)
+        and settings["data_types"]["grad_accum_dtype"] == "fp32"
+    ):
+        settings["bf16"] = {"immediate_grad_update": True, **settings["bf16"]}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
     if optimizer["type"] in ("Adam", "AdamW") and "torch_adam" not in parameters:

@@ -125,7 +125,7 @@ def _tensors(source: ModelSource, file: WeightFile, dtype: torch.dtype) -> dict[
 def _model_card(source: ModelSource) -> str:
     """Return the README.md of an export: how this model was trained, in numbers."""
     manifest, family = source.saved.manifests[0], source.architecture.family
-    topology, mean_of = manifest.topology, source.saved.mean_of
+    topology, mean_of, seen = manifest.topology, source.saved.mean_of, source.saved.consumed
     if len(source.replicas) > 1 or mean_of:
         model = f"the mean of {mean_of or len(source.replicas)} replicas' slow weights"
     else:
@@ -134,7 +134,7 @@ def _model_card(source: ModelSource) -> str:
         )
     notes = [
         f"local steps: {manifest.step}",
-        f"tokens of {source.saved.consumers}: {source.saved.consumed_tokens}",
+        f"tokens of {seen.whose}{' together' * (seen.whose == 'all replicas')}: {seen.tokens}{seen.note}",
         f"parallel: {source.saved.layout_in_words}",
         *source.losses_report(),
     ]

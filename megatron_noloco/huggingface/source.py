@@ -11,7 +11,7 @@ from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, saved_config
 from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import check_finished
@@ -83,7 +83,7 @@ def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = No
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
     saved = find_ensemble(paths)
-    source = ModelSource(saved, RunConfig(**saved.manifests[0].config), saved.replicas, tokenizer)
+    source = ModelSource(saved, saved_config(saved.manifests[0].config), saved.replicas, tokenizer)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
         # Not the other files, which a resume needs: they may be gone.

@@ -40,20 +40,6 @@ class _LastingStream:
             self._when_lost(error)
 
 
-def open_missing_streams() -> None:
-    """Open /dev/null in place of each standard stream that this process was started without (`>&-` in a shell).
-
-    Python has None there, and the next file or socket would get the stream's number.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """Drop what stdout or stderr cannot take inside the block; stderr says so once for stdout, on rank 0."""

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -170,37 +169,12 @@ def tell_launch_script(environ: Environ) -> None:
         Path(folder, str(os.getpid())).touch()
 
 
-def slurm_first_host(environ: Environ) -> str | None:
-    """Return the host of rank 0 of this step of a Slurm job; None outside of Slurm.
-
-    Raises UserError when `scontrol` fails.
-    """
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
-    if not nodes:
-        return None
-    command = ["scontrol", "show", "hostnames", nodes]
-    try:
-        listing = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(
-            f"`{' '.join(command)}` failed ({error}); export MASTER_ADDR, the host of rank 0, before srun"
-        ) from None
-    return listing.stdout.split()[0]
-
-
-def master_port(environ: Environ, default: int) -> int:
-    """Return MASTER_PORT, or `default` where it is not set. Raises UserError where it is no port."""
-    text = environ.get("MASTER_PORT", str(default))
+def master_port(environ: Environ) -> int:
+    """Return MASTER_PORT; 0, any free one, where it is not set. Raises UserError where it is no port."""
+    text = environ.get("MASTER_PORT", "0")
     if not text.isdecimal() or int(text) > _LAST_PORT:
         raise UserError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
     return int(text)
-
-
-def slurm_port(environ: Environ) -> int:
-    """Derive a port from Slurm's job and step: the same on all ranks, different for jobs that share a host."""
-    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-    # Below the ephemeral ports.
-    return 15000 + (int(job) * 31 + int(step)) % 15000
 
 
 def local_device(world: World, devices: int, shared: bool = False) -> int:

@@ -91,8 +91,7 @@ def join(world: World, backend: str) -> None:
     `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT are used where they
     are set, by the user or by torchrun and deepspeed. Raises UserError when the ranks cannot find each other.
     """
-    launcher.master_port(os.environ, 0)
-    _check_interfaces()
+    launcher.master_port(os.environ)
     try:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
@@ -118,23 +117,16 @@ def _join(world: World, backend: str) -> None:
     elif world.world_size == 1:
         store = dist.TCPStore(_LOCAL_HOST, 0, 1, is_master=True, timeout=_PATIENCE)
     else:
-        address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
-        store = _store(world, address, launcher.master_port(os.environ, launcher.slurm_port(os.environ)))
+        if not (address := os.environ.get("MASTER_ADDR")) or "MASTER_PORT" not in os.environ:
+            raise UserError(
+                f"rank {world.rank} of {world.world_size} under {world.launcher} cannot find rank 0: MPI does not "
+                "connect these ranks; export MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there"
+            )
+        store = _store(world, address, launcher.master_port(os.environ))
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_PATIENCE
     )
-
-
-def _check_interfaces() -> None:
-    """Raise UserError where gloo is to use a network interface that this host does not have."""
-    known = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in known:
-            raise UserError(
-                f"environment: GLOO_SOCKET_IFNAME={name} (NIC of the launch scripts) is no network interface of "
-                f"{socket.gethostname()}; it has {', '.join(known)}"
-            )
 
 
 def _mpi_world_fits(world: World) -> bool:
@@ -159,7 +151,7 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
     same_host = len(set(_share_by_mpi(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
-        store = _store(world, address, launcher.master_port(os.environ, 0))
+        store = _store(world, address, launcher.master_port(os.environ))
         _share_by_mpi(f"{address} {store.port}")
         return store
     address, port = _share_by_mpi("")[0].split()
@@ -171,16 +163,6 @@ def _store(world: World, address: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(
         address, port, world.world_size, world.rank == 0, timeout=_PATIENCE, wait_for_workers=False
     )
-
-
-def _host_of_rank_0(world: World) -> str:
-    host = launcher.slurm_first_host(os.environ) if world.launcher == "srun" else None
-    if host is None:
-        raise UserError(
-            f"rank {world.rank} of {world.world_size} under {world.launcher} cannot find rank 0: MPI does "
-            "not connect these ranks, and MASTER_ADDR is not set; export MASTER_ADDR, the host of rank 0"
-        )
-    return host
 
 
 def reachable_address(seeds: Sequence[str] = ()) -> str:

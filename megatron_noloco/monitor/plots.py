@@ -15,6 +15,7 @@ from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 
 _COLORS = qualitative.Plotly
+_SMOOTHED_ROWS = 19  # an older row counts less
 _MOST_NAMES = 16  # with more replicas, the plot has no legend
 
 
@@ -27,10 +28,20 @@ class Plot(NamedTuple):
     traces: list[Any]
     layout: Mapping[str, Any] = {}
     x: str = "local step"
+    seconds: Sequence[Sequence[float]] = ()  # of training, in place of the local steps of each trace
 
 
 def plots_of_one(run: RunLog) -> Iterator[Plot]:
     """Yield the plots of a run; those for which it has no numbers have no traces."""
+    for plot in _plots(run):
+        if plot.title in (LOSS, SPREAD, TIME, BYTES):
+            logs = (run.replicas[trace.meta or 0] for trace in plot.traces)
+            places = (_seconds_at(log, trace.x) for log, trace in zip(logs, plot.traces, strict=True))
+            plot = plot._replace(seconds=[*places])
+        yield plot
+
+
+def _plots(run: RunLog) -> Iterator[Plot]:
     few = len(run.replicas) <= _MOST_NAMES
     numbered = {"showlegend": False, "yaxis_dtick": 1 if few else None}
     yield Plot(
@@ -106,12 +117,34 @@ def places_of(log: ReplicaLog, scale: str) -> list[float]:
     steps = [row["step"] for row in log.rows_of("evaluation")]
     if scale == "local step":
         return steps
-    known = {row["step"]: (row.get("total/sent_bytes") or 0) / 1e6 for row in log.rows_of("step")}
     if scale == "seconds of training":
-        known = log.seconds_so_far()
+        return _seconds_at(log, steps)
+    known = {row["step"]: (row.get("total/sent_bytes") or 0) / 1e6 for row in log.rows_of("step")}
+    return _between(log, known, steps)
+
+
+def _seconds_at(log: ReplicaLog, steps: Sequence[float]) -> list[float]:
+    """Return the seconds of training of a replica until these local steps; NaN after its newest row of steps."""
+    return _between(log, log.seconds_so_far(), steps)
+
+
+def _between(log: ReplicaLog, known: Mapping[int, float], steps: Sequence[float]) -> list[float]:
     begin = next((row["step"] for row in log.rows[:1] if row["kind"] == "start"), 0)
-    at, values = zip(*({begin: 0.0} | known).items(), strict=True)
+    at, values = zip(*({begin: 0.0} | dict(known)).items(), strict=True)
     return np.interp(steps, at, values, right=math.nan).tolist()
+
+
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Return a moving average of the values up to each place, which begins anew after a gap (None or NaN)."""
+    found, mean, weight = list[float | None](), 0.0, 0.0
+    for value in values:
+        if value is None or math.isnan(value):
+            mean = weight = 0.0
+            found.append(value)
+        else:
+            mean, weight = mean + (value - mean) / (weight + 1), min(weight + 1, _SMOOTHED_ROWS)
+            found.append(mean)
+    return found
 
 
 def _line(
@@ -139,9 +172,9 @@ def _curves(run: RunLog, chart: str) -> Iterator[Any]:
                 continue
             if number.label:
                 points = _line(curve, f"{name}, {number.label}", place, mode="markers")
-                yield points.update(showlegend=False)
+                yield points.update(showlegend=False, meta=place)
             else:
-                yield _line(curve, name, place)
+                yield _line(curve, name, place).update(meta=place)
     for number in numbers_in(chart):
         rows = run.replicas[0].rows_of("evaluation")
         if number.of_all and (curve := _curve(rows, number.name))[0]:
@@ -214,12 +247,17 @@ def _steps(run: RunLog) -> list[Row]:
 
 
 def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of the rows that have a number; NaN where steps before a row were left out."""
+    """Return the steps and values of the rows that have a number.
+
+    NaN, where a line breaks off, stands where steps before a row were left out, and of numbers of a round where
+    there was no partner.
+    """
     found = []
     for row in rows:
-        if "handover/giver" in row:
+        alone = name.startswith("round/") and row.get("round/partners") == []
+        if "handover/giver" in row or alone:
             found.append((row["step"], math.nan))
-        if row.get(name) is not None:
+        if row.get(name) is not None and not alone:
             found.append((row["step"], row[name]))
     return [step for step, _ in found], [value for _, value in found]
 

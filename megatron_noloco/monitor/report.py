@@ -1,16 +1,17 @@
 """Writes a report of runs: one HTML page with interactive plots, which needs no other file and no network."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from plotly import graph_objects, offline
 
 from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
-from megatron_noloco.monitor.numbers import BYTES, Row, numbers_in, shown
-from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several
+from megatron_noloco.monitor.numbers import BYTES, LOSS, SPREAD, Row, numbers_in, shown
+from megatron_noloco.monitor.plots import Plot, plots_of_one, plots_of_several, smoothed
 from megatron_noloco.monitor.run_log import RUN_FACTS, RunLog
 from megatron_noloco.monitor.watch import notes
 
@@ -92,16 +93,41 @@ def _range_of_steps(rows: Sequence[Row]) -> str:
     return f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
 
 
+def _switches(plot: Plot) -> Iterator[dict[str, Any]]:
+    """Yield the buttons of a plot over local steps: over seconds of training instead, and smooth lines."""
+    if plot.seconds:
+        places = {plot.x: [trace.x for trace in plot.traces], "seconds of training": plot.seconds}
+        axes = ([label, "update", {"x": x}, {"xaxis.title.text": label}] for label, x in places.items())
+        yield _buttons(0.0, *axes)
+    lines = [number for number, trace in enumerate(plot.traces) if trace.mode == "lines" and not trace.yaxis]
+    if lines and plot.title in (LOSS, SPREAD):
+        values = [plot.traces[number].y for number in lines]
+        smooth = [*map(smoothed, values)]
+        yield _buttons(
+            0.5,
+            ["as logged", "restyle", {"y": values}, lines],
+            ["smooth", "restyle", {"y": smooth}, lines],
+        )
+
+
+def _buttons(x: float, *choices: list[Any]) -> dict[str, Any]:
+    """Return buttons of plotly of which one is in force: of each its label, its method and the arguments."""
+    buttons = [{"label": label, "method": method, "args": args} for label, method, *args in choices]
+    place = {"x": x, "xanchor": "left", "y": 1.15}
+    return {"type": "buttons", "direction": "right", "buttons": buttons, **place}
+
+
 def _drawn(plot: Plot, number: int) -> str:
     figure = graph_objects.Figure(plot.traces)
     figure.update_layout(
         template="plotly_white",
-        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        margin={"l": 60, "r": 20, "t": 60, "b": 50},
         legend={"orientation": "h", "yanchor": "top", "y": -0.2},
         xaxis_title=plot.x,
         yaxis_title=plot.y,
         height=420,
         **plot.layout,
     )
+    figure.update_layout(updatemenus=[*_switches(plot)])
     options = {"responsive": True, "displaylogo": False}
     return figure.to_html(options, include_plotlyjs=False, full_html=False, div_id=f"plot-{number}")

@@ -54,6 +54,7 @@ class ReplicaLog:
 
     Attributes:
         replica: "00" for the folder `replica_00`.
+        is_of_other_job: whether a job has written here what another job of the federation has told it.
         rows: the complete rows of `metrics.jsonl`, without damaged lines.
         counts: of all rows that were read.
         stride: steps from the newest row of steps but one to the newest.
@@ -64,6 +65,7 @@ class ReplicaLog:
         self.folder = folder
         self.keeps_rows = keeps_rows
         self.replica = folder.name.removeprefix("replica_")
+        self.is_of_other_job = folder.parent.name == OTHERS
         self.written = 0.0
         self._file = 0
         self._begin(0)

@@ -95,7 +95,8 @@ def _progress(run: RunLog, now: float) -> str:
     done = min(steps)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     since = max(0.0, now - _written(run))
-    if not is_under_way(run.folder):
+    heard = max((log.written for log in run.replicas if log.is_of_other_job), default=0.0)
+    if not is_under_way(run.folder) and (0 < total <= max(steps) or now - heard > _quiet_seconds(run)):
         # By the furthest, since last rows of other jobs may not have come.
         state = "ended" if 0 < total <= max(steps) else "no job is under way"
         return f"{text}; {state}, last written {figures.duration(since)} ago"

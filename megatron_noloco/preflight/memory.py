@@ -16,7 +16,7 @@ from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
-_FP32 = 4
+FP32 = 4
 # DeepSpeed pads each group of parameters to a multiple of this number of elements per data-parallel rank.
 _ALIGNMENT = 2
 
@@ -123,14 +123,14 @@ def memory_of(
 ) -> Memory:
     """Return the memory of a rank with these parameters."""
     is_last = held.stage == topology.pp - 1
-    gradients = _FP32 * held.parameters
+    gradients = FP32 * held.parameters
     if config.zero_stage == 2:  # this rank's part, and those that wait to be reduced
         bucket = config.zero_optimization.reduce_bucket_size
-        gradients = _FP32 * held.owned + WORKING[config.precision] * min(held.parameters, bucket)
+        gradients = FP32 * held.owned + WORKING[config.precision] * min(held.parameters, bucket)
     device = {
         "weights": WORKING[config.precision] * held.parameters,
         "gradients": gradients,
-        "optimizer": _FP32 * ((1 + config.optimizer.moments) * held.owned - held.muon),
+        "optimizer": FP32 * ((1 + config.optimizer.moments) * held.owned - held.muon),
     }
     computing = {
         "activations": _activations(config, architecture, topology, held.stage),
@@ -153,7 +153,7 @@ def _outer_state(config: RunConfig, topology: Topology, held: RankParameters) ->
         sizes[vector.on_device] += vector.bytes * held.owned
     if topology.total_replicas not in (None, 1):
         evaluates = config.evaluation.iters > 0 and config.evaluation.mean_model
-        sizes[False] += (1 + evaluates) * _FP32 * min(held.owned, WINDOW * BUCKET)
+        sizes[False] += (1 + evaluates) * FP32 * min(held.owned, WINDOW * BUCKET)
     return round(sizes[True]), round(sizes[False])
 
 
@@ -173,10 +173,10 @@ def activation_bytes(
     """
     a, working = architecture, WORKING[precision]
     queries, keys = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
-    inputs = 2 * _FP32 if family_of(a).normalization == "RMSNorm" else working
+    inputs = 2 * FP32 if family_of(a).normalization == "RMSNorm" else working
     norms = 2 * (inputs + working) * a.hidden_size
     projected, rotated = queries + 2 * keys, queries + keys
-    attention = working * (projected + rotated + queries) + _FP32 * a.num_attention_heads
+    attention = working * (projected + rotated + queries) + FP32 * a.num_attention_heads
     return norms // (tp if sequence_parallel else 1) + attention // tp + _mlp_bytes(a, precision, tp)
 
 
@@ -192,7 +192,7 @@ def _activations(config: RunConfig, architecture: Architecture, topology: Topolo
     gathered = 0
     if topology.ep > 1:
         # The tokens of all `ep` ranks, what this rank's experts make of them, and that in fp32.
-        each = architecture.hidden_size * (2 * WORKING[config.precision] + _FP32)
+        each = architecture.hidden_size * (2 * WORKING[config.precision] + FP32)
         gathered = topology.ep * tokens * each
     # 1F1B: a stage has as many microbatches under way as there are stages from it to the last. With virtual stages
     # the first has (pp - 1) / vpp more (arXiv 2104.04473, section 2.2).
@@ -235,7 +235,7 @@ def _kept(
 def _logits(config: RunConfig, architecture: Architecture, topology: Topology) -> int:
     """Return the bytes of one microbatch's logits: their exponentials and their gradient, in fp32."""
     tokens = config.micro_batch_size * architecture.seq_length
-    return 2 * _FP32 * tokens * architecture.padded_vocab_size // topology.tp
+    return 2 * FP32 * tokens * architecture.padded_vocab_size // topology.tp
 
 
 def _step(config: RunConfig, held: RankParameters) -> int:
@@ -244,5 +244,5 @@ def _step(config: RunConfig, held: RankParameters) -> int:
     These are DeepSpeed's flat copy of the gradients, then a vector for each moment in torch's AdamW. Fused kernels
     need less.
     """
-    flat = 0 if config.precision == "bf16" else _FP32 * held.owned
-    return max(flat, config.optimizer.moments * _FP32 * (held.owned - held.muon))
+    flat = 0 if config.precision == "bf16" else FP32 * held.owned
+    return max(flat, config.optimizer.moments * FP32 * (held.owned - held.muon))

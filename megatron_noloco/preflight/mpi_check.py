@@ -18,7 +18,6 @@ _LARGEST = 2**24  # bytes of a message
 _REPEATS = ("--skip", "10", "--loop", "100", "--skip-large", "1", "--loop-large", "10")
 _ROW = re.compile(r"^ *(\d+) +([\d.]+) \| +(\S+)", re.MULTILINE)  # bytes, MB/s, seconds
 _INFINIBAND = Path("/dev/infiniband")
-_PROFILE = Path(__file__).parents[2] / "launch" / "profile.sh"  # reads LAUNCH_PROFILE; not in a wheel
 
 
 def check_mpi(hostfile: Path | None) -> Iterator[Finding]:
@@ -57,7 +56,7 @@ def check_mpi(hostfile: Path | None) -> Iterator[Finding]:
     yield Finding("MPI", "ok", what)
     if found["over"] == "tcp" and _INFINIBAND.exists():
         what = f"there is {_INFINIBAND}, and messages between the hosts go over tcp"
-        advice = "LAUNCH_PROFILE=ib before the launch scripts, with an Open MPI that was built with UCX"
+        advice = "OMPI_MCA_pml=ucx before the launch scripts, with an Open MPI that was built with UCX"
         yield Finding("MPI", "note", what, advice)
     what = (
         f"{1e6 * found['latency_seconds']:.0f} microseconds for the smallest message, "
@@ -104,9 +103,6 @@ def pingpong(mpirun: str, hostfile: Path | None) -> dict[str, Any]:
         else:  # as in launch/mpirun.sh
             command += ["--map-by", "node", "--mca", "btl_tcp_progress_thread", "1"]
             command += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environ else []
-        if _PROFILE.exists():
-            passing = '. "$0"; run=$1; shift; exec "$run" $profile_passes "$@"'
-            command = ["sh", "-c", passing, str(_PROFILE), *command]
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:  # MPICH and Intel MPI
         nic_option, hostfile_option = ["-iface"], "-machinefile"

@@ -6,14 +6,14 @@ from statistics import mean
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings
+from megatron_noloco.model.architecture import Precision
 from megatron_noloco.outer.payload import blocks_in, message_bytes, sum_bytes
 from megatron_noloco.plans.fragments import fewest_steps
 from megatron_noloco.plans.payloads import PAYLOADS
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.memory import WORKING, RankParameters
+from megatron_noloco.preflight.memory import FP32, WORKING, RankParameters
 
 NEGLIGIBLE = 0.01  # share of the time
-_FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
 _FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
 _PAIRS = {"enabled": True, "method": "noloco", "group_size": 2, "overlap_steps": 0, "sites": None}
@@ -125,12 +125,17 @@ def schemes(
             scheme = scheme_of(name, block.replace(local_steps=chosen), largest, topology, network)
         found.append(scheme)
     number = replicas or max(2, config.federation.start_with)
-    gradients = round(WORKING[config.precision] * largest.parameters * 2 * (number - 1) / number)
+    gradients = round(all_reduce_bytes(config.precision, largest.parameters, number))
     found.append(Scheme("synchronous", gradients, network.seconds(gradients, 2 * math.log2(number)), 1))
     if routed := _routed_bytes(config, topology):
         trips = 2 * (topology.pp * topology.vpp - 1)  # the first microbatch forward, the last one backward
         found.append(Scheme("routing, beside rounds", routed, network.seconds(routed, trips), 1))
     return found
+
+
+def all_reduce_bytes(precision: Precision, weights: int, replicas: int) -> float:
+    """Return the bytes that a rank sends to average the gradients of its weights over so many replicas."""
+    return 2 * (replicas - 1) / replicas * WORKING[precision] * weights
 
 
 def scheme_of(
@@ -169,10 +174,10 @@ def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, 
         return 0
     to_others = (members - 1) / members
     if noloco.payload_bits is None:
-        vector = float(_FP32 * held.owned)
+        vector = float(FP32 * held.owned)
         return round(vector if members == 2 else vector * 2 * to_others)
     coded = message_bytes(held.owned, noloco.payload_bits)
-    exact = _FP32 * held.copied / dp
+    exact = FP32 * held.copied / dp
     if members == 2:
         return round(coded + exact)
     # An owner hands out sums, the step of each block, and a verdict (`outer.bucket_exchange`).

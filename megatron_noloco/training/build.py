@@ -46,10 +46,14 @@ def groups(prepared: Prepared) -> Groups:
     return build_groups(prepared.topology, routed, prepared.architecture.tied_embeddings, patience)
 
 
-def engine(prepared: Prepared, groups: Groups, record: Record) -> ReplicaEngine:
-    """Return the engine of this rank's stage: with the weights of the seed, or of `training.pretrained`."""
+def engine(prepared: Prepared, groups: Groups, record: Record, begins: bool) -> ReplicaEngine:
+    """Return the engine of this rank's stage: with the weights of the seed, or of `training.pretrained`.
+
+    Args:
+        begins: whether the run starts with these weights; else a checkpoint has others.
+    """
     config, architecture = prepared.config, prepared.architecture
-    pretrained = config.training.pretrained
+    pretrained = config.training.pretrained if begins else None
     with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as folder:
         stage = build_stage(architecture, config.compute, groups, config.training.seed, folder)
         made = ReplicaEngine(stage, groups, config.as_deepspeed(), record)
@@ -89,7 +93,7 @@ def _other_jobs(
     membership.say = monitor.say
     if membership.members is not None:
         folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.members, folder))
+        monitor.metrics.writers.append(OtherJobs(membership.members, folder, monitor.plan.start_step))
     return FederationPeers(membership, replica, outer, keeper, health)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,6 @@ from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import Known, RunConfig, describe, facts_in_words
 from megatron_noloco.data.opening import VALIDATION_DATA
-from megatron_noloco.data.sources import RecordSource, Source
-from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
@@ -28,6 +24,7 @@ from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.preflight.accelerators import peak_tflops_here
+from megatron_noloco.preflight.schemes import all_reduce_bytes
 from megatron_noloco.training.prepare import Joined, Prepared
 
 
@@ -90,13 +87,12 @@ def _throughput(prepared: Prepared, tokens_per_sample: float) -> Throughput:
 
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
-    """Return what one replica would send in a ring all-reduce of a step's gradients over the replicas.
+    """Return what one replica would send to average a step's gradients over the replicas.
 
     In a federation their number is not known, and 2 stands for it: with more each would send more.
     """
-    replicas = prepared.topology.total_replicas or 2
-    bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
-    return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
+    weights = table_of(prepared.architecture).parameter_count
+    return all_reduce_bytes(prepared.config.precision, weights, prepared.topology.total_replicas or 2)
 
 
 def _known(prepared: Prepared, joined: Joined) -> Known:
@@ -143,28 +139,13 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_commands=(
             f"{program} report {run}",
-            f"{program} generate {run} --prompt {example_prompt(config.data.source, prepared.tokenizer)}",
+            f'{program} generate {run} --prompt ""',
             f"{program} export {run} --output my-model",
         ),
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(*_first_lines(prepared, joined))
     return console
-
-
-def example_prompt(source: Source, tokenizer: Tokenizer) -> str:
-    """Return a prompt, quoted for a shell: one that asks for an answer after fine-tuning, else an empty one."""
-    if not isinstance(source, RecordSource):
-        return '""'
-    try:
-        text = tokenizer.chat_template.render(
-            [{"role": "user", "content": "Hello"}], add_generation_prompt=True
-        )
-    except UserError:  # no template, or it takes no such messages
-        text = "a prompt such as those of the records"
-    escaped = re.sub(r"[\\']", r"\\\g<0>", text)
-    escaped = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in escaped)
-    return f"$'{escaped}'" if escaped != text else f"'{text}'"
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from megatron_noloco.checkpoint.catalog import (
     advice_on_set_aside,
     continued_from,
+    latest,
     read_manifests,
     step_of,
     steps,
@@ -96,48 +97,38 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     world = read_world(environ)
     topology = _topology(config, world, _slot(config, replica))
     tokenizer, architecture = check_start(config)
-    plan, alike = _plan(config, topology), _alike(config, tokenizer, architecture)
+    batch = config.microbatches, config.micro_batch_size
+    plan = BatchPlan(topology.replicas, topology.dp, *batch, slot=topology.slot)
+    alike = _alike(config, tokenizer, architecture)
     return Prepared(config, tokenizer, world, topology, architecture, plan, alike)
 
 
-def check_rows(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for keys, or a chat template, with which the first rows of the data cannot be read."""
+def check_data(
+    config: RunConfig, topology: Topology | None, tokenizer: Tokenizer, architecture: Architecture
+) -> None:
+    """Raise UserError for data that cannot be read, as far as that is known before they are tokenized.
+
+    Of text and records the first rows are read; of indexed datasets samples are counted, unless the layout is not
+    known.
+    """
     if not isinstance(config.data.source, IndexedSource):
         corpus_of(config.data.source, tokenizer).check_first()
+    elif topology is not None:
+        read_data(config, topology, tokenizer, architecture)
 
 
-def check_sizes(
+def read_data(
     config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
-) -> None:
-    """Raise UserError where there are too few samples, as far as their number is known: of indexed datasets.
-
-    Of text and records it is known when they are tokenized, at the start of a run.
-    """
-    if isinstance(config.data.source, IndexedSource):
-        _read(config, topology, tokenizer, architecture)
-
-
-def read_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
+) -> tuple[Data, list[ValidationSource]]:
     """Open the data of a run, which one process of each host makes; raises UserError if they are too few.
 
     Also returns the validation microbatches of each dataset of the blend.
     """
-    return _read(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture)
-
-
-def _plan(config: RunConfig, topology: Topology) -> BatchPlan:
-    sizes = topology.dp, config.microbatches, config.micro_batch_size
-    return BatchPlan(topology.replicas, *sizes, slot=topology.slot)
-
-
-def _read(
-    config: RunConfig, topology: Topology, tokenizer: Tokenizer, architecture: Architecture
-) -> tuple[Data, list[ValidationSource]]:
     evaluation = config.evaluation
     needs = Needs(
         vocab_size=architecture.vocab_size,
         seq_length=architecture.seq_length,
-        global_batch=_plan(config, topology).global_batch,
+        global_batch=topology.replicas * config.replica_batch,
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
         steps=config.training.train_iters,
@@ -249,13 +240,19 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         network_of(config.federation, config.noloco, RunIdentity({}))
     tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
-    if config.training.pretrained is not None:
+    if config.training.pretrained is not None and not _continues(config.checkpoint.load, output_dir):
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    check_source(config.data.source, tokenizer, Path(config.training.output_dir))
-    _check_load(config.checkpoint.load, Path(config.training.output_dir))
+    check_source(config.data.source, tokenizer, output_dir)
+    _check_load(config.checkpoint.load, output_dir)
     return tokenizer, architecture
+
+
+def _continues(load: str, output_dir: Path) -> bool:
+    """Return whether there is a checkpoint to continue from, whose weights count, sound or not."""
+    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
+    return load != "none" and (load != "auto" or any(latest(job / "checkpoints")[0] for job in jobs))
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

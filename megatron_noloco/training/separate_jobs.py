@@ -1,5 +1,6 @@
 """A run whose replicas are separate jobs: how its job meets the others, and what it shows of them."""
 
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.preflight.newcomer import TOKENIZER, tokenizer_piece
 from megatron_noloco.training import finished
 from megatron_noloco.training.following import keep_addresses, keep_rows
-from megatron_noloco.training.prepare import Prepared, first_weights, with_first_weights
+from megatron_noloco.training.prepare import Prepared, with_first_weights
 
 
 class StoppedAtStartError(Exception):
@@ -36,12 +37,11 @@ def meet(
     Raises StoppedAtStartError, on all ranks, where the job is not to train; else as `join_federation` does.
     """
     config = prepared.config
-    digest = computed_by_rank_0(lambda: first_weights(config, prepared.architecture))
     membership = join_federation(
         config.federation,
         config.noloco,
         Place(prepared.topology.slot, None),
-        with_first_weights(prepared.alike, digest),
+        with_first_weights(prepared.alike, settings.first_weights),
         config.training.train_iters,
         stopping.is_requested,
     )
@@ -66,15 +66,23 @@ class OtherJobs:
 
     So `watch` and `report` show the federation anywhere. Only numbers of `metrics.jsonl` leave a job. What cannot
     be written is lost, as `ReplicaFiles` says for the same disk.
+
+    Args:
+        start_step: local steps done before this process; a row of kind "start" says so, unless it is 0.
     """
 
-    def __init__(self, members: Members, folder: Path) -> None:
+    def __init__(self, members: Members, folder: Path, start_step: int) -> None:
         self._members, self._folder = members, folder / OTHERS
         self._known: Mapping[Member, Status] = {}
+        if start_step:
+            self._publish({"kind": "start", "step": start_step})
 
     def write(self, row: Row) -> None:
-        self._members.publish_row(row)
+        self._publish(row)
         self._keep()
+
+    def _publish(self, row: Row) -> None:
+        self._members.publish_row({**row, "unix_seconds": time.time()})
 
     def close(self) -> None:
         self._keep()

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.resume import check_found, find_start, settle_start
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
-from megatron_noloco.config import RunConfig, resolve
+from megatron_noloco.config import RunConfig, resolve, saved_config
+from megatron_noloco.config.agreed import divided
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data
@@ -40,9 +42,8 @@ from megatron_noloco.job.world import (
 )
 from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import shared
 from megatron_noloco.training import finished
-from megatron_noloco.training.prepare import Joined, Prepared, prepare, read_data
+from megatron_noloco.training.prepare import Joined, Prepared, first_weights, prepare, read_data
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
@@ -71,41 +72,47 @@ def start(
         leave_with_parent()  # a torchrun that is killed leaves its ranks running
     with now.doing("joining the other ranks"):
         notes = _join_ranks(prepared)
-        data, validation = _wait_for_data(prepared)
+    data, validation = _wait_for_data(prepared)
+    with now.doing("comparing config and data with the other ranks"):
         check_ranks(prepared, data)
         hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
-        output_dir = Path(config.training.output_dir)
-        old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
         # It reads an excerpt of the data: one rank of the job does.
         training_data = computed_by_rank_0(lambda: data.checksums)
-        settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
-        job_folder = settings.folder.parent
-        notes += _tokenizer_notes(prepared, tokenizer_folder(job_folder))
+    with now.doing("looking for a checkpoint"):
+        output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology)
+        old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
         if taken := computed_by_rank_0(lambda: occupy(job_folder)):
             raise UserError(taken)
-        found = find_start(settings, topology)
-        saved = None if found.saved is None else found.saved.manifests[0].config
-        config, by_recipe = resolve(config, topology.total_replicas, hosts, saved)
-        prepared, settings = replace(prepared, config=config), replace(settings, run=config.to_dict())
-        # From here on no signal ends this process at once: what follows must look.
-        save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
-        stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
+        found = find_start(job_folder / "checkpoints", config.checkpoint.load, topology)
+        saved = None if found.saved is None else found.saved.manifests[0]
+        method = None if saved is None else saved_config(saved.config).noloco
+        config, by_recipe = resolve(config, topology.total_replicas, hosts, method)
+        prepared = replace(prepared, config=config)
+        settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
         found = check_found(settings, found)
-        link: Transport | Membership
-        if topology.separate_jobs:
+        notes += _tokenizer_notes(prepared, begins=saved is None)
+    # From here on no signal ends this process at once: what follows must look.
+    save_seconds = AUTO_SAVE_SECONDS if config.checkpoint.save_interval == "auto" else None
+    stopping = Stopping(config.training.exit_duration_minutes, output_dir, old_stop_request, save_seconds)
+    link: Transport | Membership
+    if topology.separate_jobs:
+        with now.doing("joining the other jobs"):
+            settings = replace(settings, first_weights=_first_weights(prepared, saved))
             link, said = meet(prepared, settings, found, stopping)
             notes += said
-        else:
+    else:
+        with now.doing("choosing a transport"):
             link = choose_transport(config.noloco.transport, prepared.world)
+    with now.doing("setting aside what the run will write again"):
         begin = settle_start(settings, topology, found)
-        begin = replace(begin, notes=notes + begin.notes)
         if dist.get_rank() == 0:
             prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
             if begin.step < config.training.train_iters:
                 finished.remove(job_folder)
+    begin = replace(begin, notes=notes + begin.notes)
     joined = Joined(by_recipe, link, begin, data, validation, settings)
 
-    with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
+    with now.doing("importing Megatron-core and DeepSpeed"), importing():  # seconds: only for a sound run
         from megatron_noloco.checkpoint.checkpointer import Checkpointer
         from megatron_noloco.checkpoint.restore import restore
         from megatron_noloco.training import build
@@ -118,7 +125,7 @@ def start(
         plan = replace(prepared.plan, start_step=begin.step, start_sample=begin.sample)
         monitor = build_monitor(prepared, joined, groups, plan, progress)
         record = monitor.metrics.record
-        engine = build.engine(prepared, groups, record)
+        engine = build.engine(prepared, groups, record, begins=begin.saved is None)
         health = Health(engine.weights, partial(vote, group=groups.replica))
         peers = build.peers(prepared, link, engine, health, monitor)
         run = Run(
@@ -135,7 +142,8 @@ def start(
             choices=choices(config, peers.outer, begin.counters),
             takes_over=config.checkpoint.load == "auto",
         )
-        if begin.saved is not None:
+    if begin.saved is not None:
+        with now.doing("reading its checkpoint"):
             restore(begin.saved, engine, peers.outer, settings)
     return run
 
@@ -144,11 +152,12 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
     """Raise UserError on all ranks of the job unless they have read the same config, tokenizer and data.
 
     Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
-    another rank has read. Of a config single numbers and switches count; places may differ from host to host.
+    another rank has read. Of fields that may hold places, which differ from host to host, only numbers count.
     """
-    config = prepared.config
-    compared = _numbers(config.to_dict()) | {"noloco": shared(config.noloco), "data": data.fingerprint}
-    told = gather_from_all_ranks(digests_of(compared) | prepared.alike.digests)
+    config = prepared.config.to_dict()
+    compared = (_numbers(config), divided(config)[0], {"noloco": config["noloco"], "data": data.fingerprint})
+    own = {name: digest for part in compared for name, digest in digests_of(part).items()}
+    told = gather_from_all_ranks(own | prepared.alike.digests)
     for rank, digests in enumerate(told):
         if names := differences(told[0], digests):
             raise UserError(
@@ -165,7 +174,7 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 def _wait_for_data(prepared: Prepared) -> tuple[Data, list[ValidationSource]]:
     """Return the data, once all ranks of the job have them: a host that has no dataset makes it first."""
     with now.doing("preparing the data"):
-        read = read_data(prepared)
+        read = read_data(prepared.config, prepared.topology, prepared.tokenizer, prepared.architecture)
         now.part("waiting for other hosts, which prepare theirs")
         announce("data", 1)
         announced("data", math.inf)
@@ -204,15 +213,29 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     return [crowded] * (not cuda and share < 1)
 
 
-def _tokenizer_notes(prepared: Prepared, copy: Path) -> list[str]:
+def _tokenizer_notes(prepared: Prepared, begins: bool) -> list[str]:
     """Return notes about the tokenizer for the user; a collective."""
     data, notes = prepared.config.data, list[str]()
-    if (pretrained := prepared.config.training.pretrained) is not None:
+    if (pretrained := prepared.config.training.pretrained) is not None and begins:
         notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
     place = data.tokenizer_model
     if place is not None and not Path(place).exists():
+        copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology))
         notes.append(f"data.tokenizer_model: {place} is not there; using the copy, {copy}")
     return notes
+
+
+def _first_weights(prepared: Prepared, saved: Manifest | None) -> str | None:
+    """Return the digest of the weights with which the run began: the checkpoint's, else of their files."""
+    if saved is not None and saved.first_weights is not None:
+        return saved.first_weights
+    return computed_by_rank_0(lambda: first_weights(prepared.config, prepared.architecture))
+
+
+def folder_of_job(config: RunConfig, topology: Topology) -> Path:
+    """Return the folder with what this job keeps; of a federation's job that of its replica."""
+    training = config.training
+    return training.folder_of(topology.slot) if topology.separate_jobs else Path(training.output_dir)
 
 
 def checkpoint_settings(
@@ -221,36 +244,15 @@ def checkpoint_settings(
     training_data: Mapping[str, int] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CheckpointSettings:
-    """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
-    checkpoint, training = config.checkpoint, config.training
-    of_job = training.folder_of(topology.slot) if topology.separate_jobs else Path(training.output_dir)
+    """Return what the run wants of its checkpoints."""
+    checkpoint = config.checkpoint
     return CheckpointSettings(
-        folder=of_job / "checkpoints",
+        folder=folder_of_job(config, topology) / "checkpoints",
         run=config.to_dict(),
-        compared=partial(_compared, tokenizer.vocab_size if tokenizer else 0),
+        meant=lambda run: saved_config(run).meant(tokenizer.vocab_size if tokenizer else 0),
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
         training_data=training_data or {},
         tokenizer={TOKENS: tokenizer.digest, TEMPLATE: tokenizer.chat_template.digest} if tokenizer else {},
     )
-
-
-def _compared(
-    tokenizer_vocab: int, saved: dict[str, Any], now: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both configs as `CheckpointSettings.compared`; as they are where another version wrote other fields.
-
-    Their tokenizers have the same tokens, or the resume is refused for that.
-    """
-    try:
-        configs = [RunConfig(**run) for run in (saved, now)]
-    except UserError:
-        return saved, now
-    then, today = (config.to_dict() for config in configs)
-    meant_then, meant_today = (config.model.meant(tokenizer_vocab) for config in configs)
-    # Null in both is no difference, though it may stand for another value because another field has changed.
-    for name in meant_then:
-        if then["model"][name] != today["model"][name]:
-            then["model"][name], today["model"][name] = meant_then[name], meant_today[name]
-    return then, today

@@ -2,7 +2,8 @@
 
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def waits_for_data(rank: int, world_size: int, folder: Path) -> tuple[bool, str]
     """Whether the other host had its dataset when this rank went on, and what its watchdog would say meanwhile."""
     said, waited, made = "", folder / "waited", folder / "made"
 
-    def read_data(_: Any) -> Any:
+    def read_data(*_: Any) -> Any:
         if rank == 1:
             while not waited.exists():
                 threading.Event().wait(0.001)
@@ -63,7 +64,7 @@ def waits_for_data(rank: int, world_size: int, folder: Path) -> tuple[bool, str]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "read_data", read_data)
         patch.setattr(agreement.time, "sleep", sleep)
-        start._wait_for_data(cast(Any, None))
+        start._wait_for_data(Mock())
     there = made.exists()
     dist.barrier()
     return there, said

@@ -8,19 +8,22 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron_noloco.config import RunConfig
 from megatron_noloco.huggingface import export
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.model.families import FAMILIES
+from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
 from tests.integration.test_engine import assert_same_training
 from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
-from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, tiny, train
+from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, microbatch, tiny, train
 
 
 def llama3(factor: float) -> dict[str, Any]:
@@ -205,3 +208,46 @@ def test_topologies_train_alike(model: str, parallel: dict[str, Any]) -> None:
     assert copies
     for name in copies:
         assert torch.equal(first[name], second[name]), f"two copies of {name}"
+
+
+# Mixtures have losses that balance their experts, of which transformers has another form.
+LIKE_THEIRS = ["Llama 3.2", "Qwen2, Qwen2.5", "Qwen3 with YaRN", "Mistral with a window", "StarCoder2"]
+
+
+def trained_there(folder: Path, config: RunConfig, steps: int) -> list[float]:
+    """The losses of transformers' model under torch's AdamW, with the batches of `train` of one rank."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    params = config.optimizer.params
+    optimizer = torch.optim.AdamW(model.parameters(), params.lr, params.betas, params.eps, weight_decay=0.0)  # type: ignore[union-attr,arg-type]
+    groups, losses = Mock(topology=Topology(), position=Topology().position(0)), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        of_step = []
+        for index in range(config.microbatches):
+            tokens, labels, _ = microbatch(config, groups, step, 0, index)
+            loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+            (loss / config.microbatches).backward()
+            of_step.append(float(loss))
+        optimizer.step()
+        losses.append(sum(of_step) / len(of_step))
+    return losses
+
+
+@pytest.mark.parametrize("model", LIKE_THEIRS)
+def test_twenty_steps_have_the_losses_of_transformers(
+    model: str, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """AdamW in fp32 on a folder that was imported; the largest difference of a loss, in nats, is shown."""
+    write_theirs(tmp_path / "theirs", THEIRS[model] | {"tie_word_embeddings": True})
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
+    changes = {"optimizer": optimizer, "scheduler": None, "gradient_clipping": 0.0}
+    raw = imported(tmp_path, tmp_path / "theirs", changes)
+    (found,) = run_ranks(1, train, raw, 20)
+    ours = [sum(losses) / len(losses) for losses in found["losses"]]
+    theirs = trained_there(tmp_path / "theirs", RunConfig(**raw), 20)
+    assert theirs[-1] < theirs[0] - 0.1, "losses that stay say nothing"
+    difference = max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    assert difference < 1e-4
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{model}: largest difference of 20 losses {difference:.1e}")

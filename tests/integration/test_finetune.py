@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fine_tune(llama, tmp_path_factory.mktemp("run"), records, changes)
 
 
+def test_a_resume_needs_no_pretrained_folder(tmp_path: Path) -> None:
+    """Nor reads it: weights are those of the checkpoint, the tokenizer is the run's copy."""
+    llama = make_llama(tmp_path / "llama")
+    records = [asked(" ".join(NUMBERS[:place]), NUMBERS[place]) for place in range(1, 9)] * 4
+    run = fine_tune(llama, tmp_path, records, {"data": {"split": "9,1"}, "training": {"train_iters": 4}})
+    shutil.rmtree(llama)
+    raw = json.loads((tmp_path / "run.json").read_text())
+    raw["training"]["train_iters"] = 8
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    run_command("config", "--check", str(tmp_path / "run.json"))
+    run_ranks(4, run_whole, str(tmp_path / "run.json"))
+    assert [[row["step"] for row in replica][-1] for replica in metrics(run)] == [8, 8]
+
+
 def test_the_answers_are_learnt(run: Path) -> None:
     for replica in metrics(run):
         losses = [row["train/loss"] for row in replica]
@@ -98,7 +113,7 @@ def test_evaluate_finds_the_loss_per_token_of_the_answers(run: Path) -> None:
 def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) -> None:
     run_command("export", str(run), "--output", str(tmp_path / "exported"))
     (tokens,) = re.findall(
-        "tokens of all replicas: ([0-9]+)", (tmp_path / "exported" / "README.md").read_text()
+        "tokens of all replicas together: ([0-9]+)", (tmp_path / "exported" / "README.md").read_text()
     )
     assert 0.5 < int(tokens) / (2 * 2 * STEPS * 128) < 1, "padding is left out"
     settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())

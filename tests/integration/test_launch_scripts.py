@@ -19,7 +19,7 @@ from megatron_noloco.config import load_config
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
-SOURCED = ("common.sh", "profile.sh", "wait.sh")
+SOURCED = ("common.sh", "wait.sh")
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 ROOT_FOLDERS = ("configs", "docs", "launch", "tools")
 CONFIG = "configs/quickstart.json"
@@ -153,46 +153,11 @@ def test_wrong_arguments_start_nothing(script: str, arguments: list[str], says: 
     assert len(said.splitlines()) == 1 or not arguments
 
 
-FAKE = """[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
-[ "$1" != -m ] || exit 0
-echo "$*"
-env | grep -E "^(OMPI_MCA|UCX)_" | sort
-"""
-
-
-def commanded(script: str, folder: Path, profile: str, **environ: str) -> tuple[str, dict[str, str]]:
-    """The command line of a fake mpirun or srun, and the variables of Open MPI and UCX that it finds."""
-    write_programs(folder, dict.fromkeys(("mpirun", "srun", "python"), FAKE))
-    slurm = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8"}
-    variables = found_first(folder) | slurm | {"LAUNCH_PROFILE": profile} | environ
-    arguments = [CONFIG] if script == "slurm.sh" else ["8", CONFIG]
-    finished = run_script(script, *arguments, environ=variables)
-    assert finished.returncode == 0, finished.stderr
-    line, *found = finished.stdout.splitlines()
-    return line, dict(variable.split("=", 1) for variable in found)
-
-
-@pytest.mark.parametrize("profile", ["", "ib"])
-def test_a_profile_is_what_mpirun_finds(profile: str, tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node1 slots=8\n")
-    environ = {"HOSTFILE": str(hosts), "UCX_NET_DEVICES": "mlx5_0:1", "NIC": "eth7"}
-    line, found = commanded("mpirun.sh", tmp_path, profile, **environ)
-    assert (found.get("OMPI_MCA_pml") == "ucx") == (profile == "ib")
-    assert ("-x UCX_TLS -x UCX_NET_DEVICES" in line) == (profile == "ib"), "ssh passes no variables"
-    assert "--mca btl_tcp_if_include eth7" in line
-
-
-def test_a_profile_is_what_srun_finds(tmp_path: Path) -> None:
-    assert commanded("slurm.sh", tmp_path, "ethernet")[1]["OMPI_MCA_btl"] == "tcp,self,sm"
-
-
 @pytest.mark.parametrize(
     ("variable", "line"),
     [
         ("PYTHON=/opt/typo", "there is no such program"),
         ("MPIRUN=/opt/typo", "there is no such program"),
-        ("LAUNCH_PROFILE=wlan", "is unknown: it must be wan, ethernet or ib"),
     ],
 )
 def test_a_variable_that_names_nothing_starts_nothing(variable: str, line: str) -> None:

@@ -31,7 +31,7 @@ from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from megatron_noloco.training import start as start_module
-from megatron_noloco.training.prepare import Prepared, read_data
+from megatron_noloco.training.prepare import read_data
 from megatron_noloco.training.run import Run
 from megatron_noloco.training.start import start
 
@@ -296,10 +296,10 @@ def run_as_slots(rank: int, world_size: int, config: str) -> dict[str, Any]:
     """Do as `run_whole` with the samples that the replicas of a federation would read."""
     already_joined()
 
-    def read(prepared: Prepared) -> Any:
-        data, validation = read_data(prepared)
+    def read(run: RunConfig, topology: Any, *rest: Any) -> Any:
+        data, validation = read_data(run, topology, *rest)
         training = SlotBlend(data.training.parts, data.training.weights)
-        training.replicas, training.batch = prepared.topology.replicas, prepared.plan.replica_batch
+        training.replicas, training.batch = topology.replicas, run.replica_batch
         return replace(data, training=training), validation
 
     start_module.read_data = read

@@ -154,7 +154,7 @@ def test_failed_attach_leaves_federation_and_model(tmp_path: Path, monkeypatch: 
 def test_steps_that_are_left_out_make_a_job_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 steps in 8 seconds, with which it has come from local step 0 to 10."""
     clock, told = iter((0.0, 8.0)), list[dict[str, Any]]()
-    monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(attached, "time", SimpleNamespace(monotonic=lambda: next(clock), time=lambda: 1.5))
     members: Any = SimpleNamespace(slot=0, publish_row=told.append)
     report = RoundReport(0, ExchangeReport((0, 1)), 0.5, 1.0)
     rows = attached.RoundRows(members)

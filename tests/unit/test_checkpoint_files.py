@@ -21,9 +21,10 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, saved_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.errors import UserError
 from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.huggingface.evaluate import open_weights
 from megatron_noloco.model.families import FAMILIES, table_of
@@ -99,6 +100,28 @@ def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
     assert inspect(folder)[1][5].endswith("per replica")
     sets = ["replica 0", "replica 1", "replica 2", "mean model"]
     assert list(open_weights([folder], str(text), None).readers) == sets
+
+
+def test_tokens_of_a_mean_are_those_of_all_or_not_known(tmp_path: Path) -> None:
+    """The replicas of a federation end with one model, and their folders may be on other machines."""
+    jobs = [
+        write_checkpoint(tmp_path / f"replica_0{slot}" / "checkpoints", 10, job(slot)) for slot in range(3)
+    ]
+    for path in tmp_path.rglob("stage_*.json"):
+        counters = {"mean_of_replicas": 3, "tokens_per_sample": 10 + 3 * ("replica_01" in str(path))}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"counters": counters}))
+    (line,) = (line for line in inspect(jobs[0])[1] if line.startswith("consumed"))
+    assert line == "consumed by all replicas: 360 samples, 3960 tokens"
+    assert inspect(*jobs)[1].count(line) == 1
+    shutil.rmtree(tmp_path / "replica_02")
+    counted = [facts(inspect(*found)[1]) for found in (jobs[1:2], jobs[:2])]
+    unknown = "not known here: those of {} whose mean the weights are"
+    assert counted[0]["consumed by this replica"] == "120 samples, 1560 tokens; " + unknown.format(
+        "2 other replicas"
+    )
+    assert counted[1]["consumed by these 2 replicas"] == "240 samples, 2760 tokens; " + unknown.format(
+        "1 other replica"
+    )
 
 
 # Whole files
@@ -469,7 +492,10 @@ def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize(
     ("edits", "lines"),
     [
-        ({"model": {"hidden_size": 64, "num_layers": 4}}, ["model.hidden_size: 32", "model.num_layers: 2"]),
+        (
+            {"model": {"hidden_size": 64, "num_layers": 4}},
+            ["model.hidden_size: 32", "model.kv_channels: 8", "model.num_layers: 2"],
+        ),
         ({"training": {"seed": 1}}, ["training.seed: 1234"]),
         ({"data": {"text": "elsewhere"}}, ['data.text: "somewhere"']),
         ({"bf16": {"enabled": True}}, ["bf16.enabled: null"]),
@@ -577,14 +603,37 @@ def test_null_and_what_it_stands_for_are_the_same(family: str) -> None:
         assert settings.changes(saved.to_dict()) == []
 
 
-def test_newer_fields_have_defaults_in_old_checkpoints() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_null_and_its_type_of_gradients_are_the_same(precision: str) -> None:
+    block: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    kind = "fp16" if precision == "fp16" else "fp32"
+    spelt_out = {"data_types": {"grad_accum_dtype": kind}, "communication_data_type": kind}
+    for now, saved in ((block, block | spelt_out), (block | spelt_out, block)):
+        settings = checkpoint_settings(RunConfig(**CONFIG | now), Topology())
+        assert settings.changes(RunConfig(**CONFIG | saved).to_dict()) == []
+
+
+def test_fields_of_other_versions_make_no_difference() -> None:
+    """New fields have their defaults, fields that are gone are left out, and a new rule counts for new runs."""
     run = RunConfig(**CONFIG)
     now, saved = checkpoint_settings(run, Topology()), run.to_dict()
-    del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
+    del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"], saved["wandb"]
+    saved["model"]["gone"] = saved["data"]["gone"] = saved["optimizer"]["params"]["gone"] = 1
+    saved["gone"] = {"enabled": True}
     assert now.changes(saved) == []
-    saved["model"]["gone"] = 1
-    with pytest.raises(ValueError, match=r"model\.gone: 1 in the checkpoint, null now"):
-        now.changes(saved)
+    assert saved_config(saved) == RunConfig(**run.to_dict())
+    saved["checkpoint"]["keep_last"], saved["evaluation"] = 3, {"iters": 0, "full": True}
+    with pytest.raises(ValueError, match="full true has no effect"):
+        RunConfig(**run.to_dict() | {"evaluation": saved["evaluation"]})
+    assert now.changes(saved) == []
+
+
+def test_a_value_of_another_version_is_named() -> None:
+    saved = RunConfig(**CONFIG).to_dict()
+    saved["noloco"]["payload"] = "int16"
+    line = "the checkpoint's config, of another version: noloco.payload: must be one of .* got 'int16'"
+    with pytest.raises(UserError, match=line):
+        checkpoint_settings(RunConfig(**CONFIG), Topology()).changes(saved)
 
 
 @pytest.fixture(autouse=True)

@@ -26,23 +26,13 @@ def test_a_ctrl_c_leaves_without_a_message(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_ctrl_c_during_the_imports_leaves_without_a_message(tmp_path: Path) -> None:
-    (tmp_path / "difflib.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    (tmp_path / "argparse.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
     finished = subprocess.run(
         [sys.executable, "-m", "megatron_noloco", "--version"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
         capture_output=True,
     )
     assert (finished.returncode, finished.stderr) == (-signal.SIGINT, b"")
-
-
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_needs_no_standard_streams(closed: str) -> None:
-    finished = subprocess.run(
-        f"{sys.executable} -m megatron_noloco config --explain {closed}",
-        shell=True, cwd=REPOSITORY, capture_output=True,
-    )  # fmt: skip
-    assert (finished.returncode, finished.stderr) == (0, b"")
-    assert bool(finished.stdout) == (closed == "2>&-")
 
 
 def test_a_full_disk_below_the_output_is_one_line() -> None:
@@ -103,11 +93,6 @@ def test_an_unknown_error_is_a_traceback(error: Exception, monkeypatch: pytest.M
     [
         ("plan a.json --gpus", ("0", "-2", "1.5", "two"), "is not a whole number of at least 1"),
         ("config --check a.json --world-size", ("0", "-2"), "is not a whole number of at least 1"),
-        (
-            "plan a.json --mfu",
-            ("0", "-1", "40", "nan", "x"),
-            "is not a share: a number above 0 and at most 1, such as 0.4",
-        ),
         ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
         ("plan a.json --bandwidth", ("1GB", "1"), "is not a bandwidth; write 100Mbit or 1Gbit"),
         ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms, 0.3s or 1h"),
@@ -125,8 +110,7 @@ def test_a_number_out_of_bounds(option: str, texts: tuple[str, ...], problem: st
 @pytest.mark.parametrize(
     ("arguments", "end"),
     [
-        ([], "error: the following arguments are required: COMMAND; --help lists them"),
-        (["trian", "a"], "; did you mean train?"),
+        ([], "error: the following arguments are required: COMMAND"),
         (["config", "--chek", "a"], "error: unrecognized arguments: --chek a"),
         (["generate", "a", "--prompt", "\udcff"], "error: argument --prompt: '\\udcff' is not UTF-8 text"),
     ],
@@ -152,9 +136,6 @@ def test_quantities_with_units() -> None:
     assert (options.duration("25ms"), options.latency("0ms")) == (0.025, 0)
 
 
-MFU = "--mfu: estimates the time of a step on the GPU of --gpu; give it without --step"
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -173,7 +154,6 @@ MFU = "--mfu: estimates the time of a step on the GPU of --gpu; give it without 
         ),
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
         # Options without effect
-        *((f"plan {{file}} --mfu 0.5 {more}", MFU) for more in ("", "--gpu A100 --step 1s")),
         (
             "doctor --hostfile {file} --no-exchange",
             "--hostfile: names hosts that send each other messages, which --no-exchange leaves out",

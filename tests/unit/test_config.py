@@ -108,9 +108,25 @@ def test_deepspeed_is_given_every_default() -> None:
     for name, one in DeepSpeedConfig.model_fields.items():
         default = one.get_default()
         if name not in SMALLEST and default not in (None, PydanticUndefined):
-            plain = default.model_dump(exclude_none=True) if isinstance(default, Settings) else default
-            assert given[name] == plain
-    assert given["gradient_clipping"] == 0.0
+            if isinstance(default, Settings):
+                assert given[name].items() >= default.model_dump(exclude_none=True).items()
+            else:
+                assert given[name] == default
+    assert (given["gradient_clipping"], given["data_types"]) == (0.0, {"grad_accum_dtype": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("noloco", "steps"), [({}, 1), ({"recipe": "paper"}, 50), ({"local_steps": "auto", "fragments": 3}, 3)]
+)
+def test_what_a_file_leaves_out_stays_left_out(noloco: dict[str, Any], steps: int) -> None:
+    """Also where a recipe or another field gives the value, which the written file then decides again."""
+    data = {"text": "a", "tokenizer_model": "b"}
+    run = RunConfig(**SMALLEST | {"noloco": noloco, "data": data, "training": {"train_iters": 50}})
+    written = {name: value for name, value in noloco.items() if value != "auto"}
+    for again in (run, run.replace(noloco=run.noloco.replace()), RunConfig(**run.given())):
+        assert (again.given()["noloco"], again.given()["data"]) == (written, data)
+        assert again == run
+        assert (again.noloco.local_steps, again.data.tokenizer_type) == (steps, "HuggingFaceTokenizer")
 
 
 def test_deepspeed_s_own_spellings_pass() -> None:
@@ -168,7 +184,7 @@ def test_topology_follows_block_parallel_and_ranks() -> None:
     parallel = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
     whole = config(parallel=parallel | {"sequence_parallel": True})
     assert whole.topology(8) == Topology(replicas=2, pp=2, tp=2, vpp=2, sequence_parallel=True)
-    assert (whole.parallel.world_size, config().parallel.world_size) == (None, 8)
+    assert (whole.world_size, config().world_size) == (None, 8)
 
 
 def test_routing_needs_several_replicas_and_stages() -> None:

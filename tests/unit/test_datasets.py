@@ -259,7 +259,8 @@ def check_of(folder: Path, config: dict[str, Any]) -> tuple[str, str, Path]:
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
     config = RunConfig(**run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
-    _, validation = read_data(prepare(config, {}))
+    known = prepare(config, {})
+    _, validation = read_data(config, known.topology, known.tokenizer, known.architecture)
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
 

@@ -48,24 +48,6 @@ def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "did not exchange: each of the ranks is alone: mpi4py runs on another MPI" in line
 
 
-def test_mpirun_and_profile_are_those_of_the_launch_scripts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    mpirun = tmp_path / "my mpirun"
-    version = 'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.8"; exit; fi'
-    mpirun.write_text(f'#!/bin/sh\n{version}\necho "$OMPI_MCA_pml $*" | cut -c 1-20 >&2\nexit 3\n')
-    mpirun.chmod(0o755)
-    monkeypatch.setenv("MPIRUN", str(mpirun))
-    for profile, said in (
-        ("wan", "ob1 -n 2 --bind-to n"),
-        ("ib", "ucx -x UCX_TLS -n 2"),
-        ("lan", "LAUNCH_PROFILE=lan is unknown: it must be wan, ethernet or ib"),
-    ):
-        monkeypatch.setenv("LAUNCH_PROFILE", profile)
-        (line,) = lines(mpi_check.check_mpi(None))
-        assert line.startswith(f"2 ranks under {mpirun} did not exchange: {said}")
-
-
 def test_mpirun_is_a_path_or_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A name is found on PATH; what is not there is not replaced by another."""
     (tmp_path / "mpirun.other").touch(0o755)

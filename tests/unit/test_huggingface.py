@@ -593,8 +593,7 @@ def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, give
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    of_model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-    expected = SMALLEST["data"] | of_model | {"prepend_bos": not given}
+    expected = SMALLEST["data"] | {"tokenizer_model": str(folder), "prepend_bos": not given}
     assert imported(folder, {"data": SMALLEST["data"] | given})["data"] == expected
     line = f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true"
     said = pretrained.missing_bos(folder, DataConfig(text="a", tokenizer_model=str(folder), **given))

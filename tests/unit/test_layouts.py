@@ -190,7 +190,7 @@ def test_samples_of_steps_that_a_job_left_out_are_not_consumed() -> None:
         Manifest(STEP, 10 * STEP, job, job.position(0), {}, {}, SMALL, [], counters=counters)
         for job, counters in zip(jobs, ({}, {"total/skipped_ahead": 5.0}), strict=True)
     ]
-    assert Ensemble({0: Path(), 1: Path()}, manifests).consumed_samples == 10 * (STEP + STEP - 5)
+    assert Ensemble({0: Path(), 1: Path()}, manifests).consumed.samples == 10 * (STEP + STEP - 5)
 
 
 def test_counters_of_another_layout_add_up() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from rich.console import Console
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
 from megatron_noloco.monitor.numbers import TABLE
-from megatron_noloco.monitor.plots import pairings_of, phases_of, places_of, plots_of_one
-from megatron_noloco.monitor.report import write_page
+from megatron_noloco.monitor.plots import pairings_of, phases_of, places_of, plots_of_one, smoothed
+from megatron_noloco.monitor.report import _switches, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
 from megatron_noloco.monitor.writers import read_row
+from megatron_noloco.training.following import keep_rows
+from megatron_noloco.training.separate_jobs import OtherJobs
 from tests.harness import output_of, refusal_of
 
 ROOT = Path(__file__).parents[2]
@@ -443,6 +446,70 @@ def test_the_line_of_a_loss_breaks_where_steps_were_left_out(tmp_path: Path) -> 
     (line,) = next(plots_of_one(RunLog(tmp_path))).traces
     assert list(line.x) == [2, 4, 50, 50, 52]
     assert [math.isnan(y) for y in line.y] == [False, False, True, False, False]
+
+
+def test_the_line_of_a_spread_breaks_where_nobody_was_there(tmp_path: Path) -> None:
+    rows = [step(2 * at, **meeting(at, *[1] * (at not in (3, 4)))) for at in range(1, 7)]
+    write(tmp_path, "00", *rows)
+    _, plot, *_ = plots_of_one(RunLog(tmp_path))
+    assert plot.title == "Spread"
+    assert [math.isnan(y) for y in plot.traces[0].y] == [False, False, True, True, False, False]
+
+
+def test_plots_have_an_axis_of_time_and_smooth_lines(tmp_path: Path) -> None:
+    """Of each replica its own seconds: replica 1 is twice as fast, and began at step 4."""
+    fast = {"speed/seconds_per_step": 1.0}
+    write(tmp_path, "00", *(step(number) for number in (2, 4, 6)), {"kind": "evaluation", "step": 6})
+    write(tmp_path, "01", {"kind": "start", "step": 4}, step(6, **fast), step(8, **fast))
+    plots = {plot.title: plot for plot in plots_of_one(RunLog(tmp_path))}
+    assert [list(places) for places in plots["Loss"].seconds] == [[4, 8, 12], [2, 4]]
+    assert not plots["Pairings"].seconds
+    switches = [*_switches(plots["Loss"])]
+    labels = [[button["label"] for button in switch["buttons"]] for switch in switches]
+    assert labels == [["local step", "seconds of training"], ["as logged", "smooth"]]
+    (_, smooth) = switches[1]["buttons"]
+    assert smooth["args"][0]["y"][0] == pytest.approx([2.8, 2.7, 2.6])
+    assert next(_switches(plots["Where the time goes"]))["buttons"][1]["args"][0]["x"]
+    report(tmp_path)
+
+
+def test_smooth_lines_keep_gaps_and_constants() -> None:
+    assert smoothed([2.0, 4.0, None, math.nan, 5.0]) == [
+        2.0,
+        3.0,
+        None,
+        pytest.approx(math.nan, nan_ok=True),
+        5.0,
+    ]
+    assert smoothed([0.0] + [1.0] * 100)[-1] == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("seconds", [600.0, 1600.0])
+def test_the_header_follows_the_jobs_that_are_there(seconds: float, tmp_path: Path) -> None:
+    """The job of this folder has ended; rows of another come, or come no more."""
+    facts = {"steps": 100, "config": {"federation": {"rendezvous": "file://there"}}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    own = write(tmp_path, "00", step(6))
+    os.utime(own, (own.stat().st_mtime - 600,) * 2)
+    write(tmp_path / "replica_00" / "others", "01", step(8))
+    (header, *_) = shown(RunLog(tmp_path), 300, seconds=seconds)
+    assert ("step 8 of 100" in header, "no job is under way" in header) == (True, seconds > 600)
+
+
+def test_other_jobs_are_told_when_a_row_was_written(tmp_path: Path) -> None:
+    """So a time line shows them from any folder, and where a job was away."""
+    told = list[dict[str, Any]]()
+    members: Any = SimpleNamespace(
+        publish_row=told.append, rows=list, run=1, mesh=SimpleNamespace(known=dict)
+    )
+    OtherJobs(members, tmp_path, 0).write(step(2, **meeting(0, 0)))
+    OtherJobs(members, tmp_path, 2).write(step(4, **meeting(1, 0)))
+    write(tmp_path, "00", step(2, **meeting(0, 1), unix_seconds=time.time()))
+    keep_rows(tmp_path / "replica_00" / "others", [(1, json.dumps(row)) for row in told])
+    facts = {"config": {"federation": {"rendezvous": "file://there"}}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    present = {trace.name: trace for trace in timeline_of(RunLog(tmp_path))}["local steps"]
+    assert list(present.y) == [0, 0, None, 1, 1, None, 1, 1, None]
 
 
 def test_the_time_of_a_step_is_shown_once(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from megatron_noloco.data.indexed import Dataset
 from megatron_noloco.data.opening import open_data, open_validation
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
-from megatron_noloco.data.sources import Needs, RecordSource, Split, TextSource
+from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.training.outputs import example_prompt
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -286,15 +285,6 @@ def test_answers_that_nothing_ends_are_counted(tmp_path: Path) -> None:
         summary = open_data(source(path, "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
         assert ("no special token" in summary) == bool(note)
         assert note in summary
-
-
-def test_the_closing_hint_has_a_prompt_that_suits(model: Path) -> None:
-    chat, text = source("a.jsonl"), TextSource("a.txt", Split(1, 0, 0))
-    assert example_prompt(chat, FastTokenizer(model)) == r"$'<user>Hello\n<assistant>'"
-    odd = FastTokenizer(chat_tokenizer(model.parent / "odd", r"{{ 'it\'s \x1b]0;\u202e\\ é' }}"))
-    assert example_prompt(chat, odd) == r"$'it\'s \x1b]0;\u202e\\ é'"
-    assert example_prompt(chat, BYTES) == "'a prompt such as those of the records'"
-    assert example_prompt(text, BYTES) == '""'
 
 
 @pytest.mark.parametrize("changed", ["prompt", "completion"])

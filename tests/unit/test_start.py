@@ -13,15 +13,17 @@ from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, check_found, find_start, settle_start
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.blocks import CheckpointConfig
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import Needs, Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity, differences
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training import outputs
-from megatron_noloco.training.prepare import _alike, _check_load
-from megatron_noloco.training.start import check_ranks, checkpoint_settings
+from megatron_noloco.training.prepare import _alike, _check_load, check_start
+from megatron_noloco.training.start import _first_weights, check_ranks, checkpoint_settings
+from tests.unit.configs import config
 from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 
 PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
@@ -38,7 +40,8 @@ def start(output_dir: Path, load: str = "auto") -> Start:
     training = {"train_iters": 20, "output_dir": str(output_dir)}
     blocks = {"training": training, "checkpoint": {"load": load}, "parallel": PARALLEL}
     settings = checkpoint_settings(RunConfig(**CONFIG | blocks), TOPOLOGY)
-    return settle_start(settings, TOPOLOGY, check_found(settings, find_start(settings, TOPOLOGY)))
+    found = find_start(settings.folder, settings.load, TOPOLOGY)
+    return settle_start(settings, TOPOLOGY, check_found(settings, found))
 
 
 def folder_of(found: Start) -> Path | None:
@@ -193,15 +196,33 @@ def test_set_aside_folder_is_named(tmp_path: Path) -> None:
         save(tmp_path, 5)
 
 
-@pytest.mark.parametrize("changed", ["tokenizer", "data", "optimizer.lr"])
+@pytest.mark.parametrize(
+    ("changed", "other"),
+    [
+        ("tokenizer", "b"),
+        ("data", "b"),
+        ("optimizer.params.lr", 2.0),
+        ("optimizer.params.betas", [0.9, 0.95]),
+        ("optimizer.type", "Adam"),
+        ("noloco.routing", "off"),
+        ("checkpoint.keep_last", 7),
+    ],
+)
 def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
-    changed: str, monkeypatch: pytest.MonkeyPatch
+    changed: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Places may differ, also in lists."""
+
     def rank(**read: Any) -> Any:
-        files = {"tokenizer": "a", "data": "a", "optimizer.lr": 1.0} | read
-        settings = {"optimizer": {"lr": files["optimizer.lr"]}, "place": f"/{len(told)}"}
+        files = {"tokenizer": "a", "data": "a"} | read
+        edits = {name: value for name, value in read.items() if "." in name}
+        places = {
+            "training.output_dir": f"/{len(told)}",
+            "data.data_path": [1, f"/{len(told)}"],
+            "data.text": None,
+        }
         return SimpleNamespace(
-            config=SimpleNamespace(noloco=NolocoSettings(), to_dict=lambda: settings),
+            config=config(**{name.replace(".", "__"): value for name, value in (places | edits).items()}),
             alike=RunIdentity({}, "", {"tokenizer": files["tokenizer"]}),
         ), SimpleNamespace(fingerprint=files["data"])
 
@@ -212,7 +233,23 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
     check_ranks(*rank())
     check_ranks(*rank())
     with pytest.raises(ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job"):
-        check_ranks(*rank(**{changed: 2.0 if changed == "optimizer.lr" else "b"}))
+        check_ranks(*rank(**{changed: other}))
+
+
+def test_a_resume_reads_no_first_weights(tmp_path: Path) -> None:
+    """Its checkpoint says which they were, also where the config names none any more."""
+    run = config(training__pretrained=str(tmp_path / "gone"), training__output_dir=str(tmp_path))
+    prepared: Any = SimpleNamespace(config=run, architecture=run.architecture(257))
+    saved: Any = SimpleNamespace(first_weights="as they were")
+    assert _first_weights(prepared, saved) == "as they were"
+    with pytest.raises(UserError, match="gone"):
+        _first_weights(prepared, None)
+    with pytest.raises(UserError, match="gone"):
+        check_start(run)
+    save(tmp_path, 5)
+    check_start(run)
+    with pytest.raises(UserError, match="gone"):
+        check_start(run.replace(checkpoint=CheckpointConfig(load="none")))
 
 
 HOW_A_MACHINE_COMPUTES = {

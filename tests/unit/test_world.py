@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_noloco.job.launcher import World, local_device, master_port, read_world
-from megatron_noloco.job.world import choose_transport, join, mpi_world_size, threads_among
+from megatron_noloco.job.world import choose_transport, mpi_world_size, threads_among
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
@@ -39,10 +39,10 @@ def test_every_launcher_is_recognised(environ: dict[str, str], launcher: str) ->
 
 
 def test_the_port_of_rank_0() -> None:
-    assert (master_port({}, 7), master_port(TORCH, 7)) == (7, 1)
+    assert (master_port({}), master_port(TORCH)) == (0, 1)
     for text in ("abc", "-1", "65536", ""):
         with pytest.raises(ValueError, match=f"MASTER_PORT='{text}' is not a port; it must be 0 to 65535"):
-            master_port({"MASTER_PORT": text}, 7)
+            master_port({"MASTER_PORT": text})
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH, {"MASTER_ADDR": "a"}, {"PMIX_RANK": "0"}])
@@ -82,25 +82,6 @@ def test_mpi_is_refused_where_every_process_is_alone(launcher: str) -> None:
     world = World(rank=0, local_rank=0, world_size=4, launcher=launcher)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"MPI sees a world of 1 but {launcher} started 4 ranks"):
         choose_transport("mpi", world)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("MASTER_PORT", "abc", r"^environment: MASTER_PORT='abc' is not a port; it must be 0 to 65535$"),
-        (
-            "GLOO_SOCKET_IFNAME",
-            "lo,eth77",
-            r"GLOO_SOCKET_IFNAME=eth77 \(NIC .* is no network interface of .*\blo\b",
-        ),
-    ],
-)
-def test_variables_that_no_rank_can_use_are_named(
-    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        join(World(rank=0, local_rank=0, world_size=1, launcher="environment"), "gloo")
 
 
 def place(local_rank: int) -> World:

@@ -235,7 +235,7 @@ class Simulation:
 def _refusals(config: RunConfig) -> Iterator[str]:
     """Yield what is not simulated."""
     noloco, data, replicas = config.noloco, config.data, config.parallel.replicas
-    if not isinstance(replicas, int) or config.parallel.world_size != replicas:
+    if not isinstance(replicas, int) or config.world_size != replicas:
         yield "parallel: give a number of replicas, and no other parallel size: one process has them all"
     if config.optimizer.type not in ("AdamW", "Muon") or config.precision != "fp32":
         yield "optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation"

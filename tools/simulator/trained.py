@@ -13,7 +13,7 @@ def train(raw: dict[str, Any], _: Path) -> dict[str, Any]:
 
     Each replica logs all losses, and the spread of its weights.
     """
-    ranks = RunConfig(**raw).parallel.world_size
+    ranks = RunConfig(**raw).world_size
     assert ranks is not None, 'a study has no "auto" replicas'
     logs, _said = launched(raw | {"checkpoint": {"save_interval": 0}}, ranks)
     by_replica = [log.rows_of("evaluation") for log in logs]
