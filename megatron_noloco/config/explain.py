@@ -10,11 +10,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
-from megatron_noloco.config.names import names_of_others, quoted
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
+from megatron_noloco.config.programs import PROGRAMS, names_of_others
 from megatron_noloco.config.run_config import BLOCKS, RunConfig
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
+from megatron_noloco.fields import Path, dotted, expected_value, fields_of, quoted, shown
 
 WIDTH = 100
 
@@ -89,9 +89,12 @@ def _sections() -> Iterator[Section]:
         yield _section(params, f"optimizer.params of {types}", block, shared)
     for kind, block in SCHEDULES.items():
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
-    others = [(name, here, "") for name, here in names_of_others().items()]
-    sentence = "Names of Megatron, DeepSpeed, Hugging Face and DiLoCo, in small letters, and the fields here."
-    yield Section((), "Names in other programs", sentence, others)
+    for program in PROGRAMS:
+        others = [(name, here, "") for name, here in names_of_others(program)]
+        sentence = (
+            "Settings without the same name here, in small letters, * for any text; `convert` reads them."
+        )
+        yield Section((), f"Names of {program.name}", sentence, others)
 
 
 def _section(path: Path, title: str, block: type, elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]

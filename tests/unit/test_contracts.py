@@ -55,8 +55,8 @@ from megatron_noloco.config.deepspeed_block import (
     Fp16Config,
     ZeroConfig,
 )
-from megatron_noloco.config.names import hint_of, names_of_others
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
+from megatron_noloco.config.programs import PROGRAMS, hint_of
 from megatron_noloco.fields import Settings, fields_of
 from megatron_noloco.model.families import ROPE_CONSTANTS
 from megatron_noloco.model.layers import window
@@ -357,7 +357,8 @@ class TestConfig:
         """Of DeepSpeed's other keys none is taken for a misspelling of one that is allowed."""
         everywhere = [name for name, _ in fields_of(RunConfig)]
         known = {word for name in everywhere for word in name.split(".")}
-        for name in set(names) - known - names_of_others().keys():
+        theirs = {word.rpartition(".")[2] for program in PROGRAMS for word in program.words}
+        for name in set(names) - known - theirs:
             assert hint_of((name,), block.model_fields, everywhere) == "", name
 
     @pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])

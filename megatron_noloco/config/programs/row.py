@@ -1,0 +1,96 @@
+"""What a setting of another program is here: a row of its table."""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias
+
+OFF = (None, False, 0, "", "none", "no", "None", [], {})
+
+
+class Carried(NamedTuple):
+    """A setting whose value a config takes.
+
+    Attributes:
+        target: the field, with its block; or a field of `Facts`, as `facts.NAME`.
+        values: maps their value to ours. An object is several fields below `target`, None is a value that asks for
+            nothing. A mapping holds all values that have an equal here.
+    """
+
+    target: str
+    values: Callable[[Any], Any] | Mapping[Any, Any] | None = None
+
+
+class Meaningless(NamedTuple):
+    """A setting without which a run here is the same."""
+
+    why: str
+
+
+class NoEqual(NamedTuple):
+    """A setting that has no equal here.
+
+    Attributes:
+        advice: why there is none, and what to do.
+        off: a value, as text, with which the setting asks for nothing, as it does with one of OFF.
+    """
+
+    advice: str
+    off: str = ""
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        return value in OFF or str(value) == self.off
+
+
+Row: TypeAlias = Carried | Meaningless | NoEqual
+Words: TypeAlias = dict[str, Row]
+
+
+class Program(NamedTuple):
+    """The settings of a program.
+
+    Attributes:
+        words: a row for each setting, by its name in small letters with underscores; blocks are joined by dots.
+            A name with * stands for many.
+        defaults: of settings that a config here would otherwise have another value of.
+    """
+
+    name: str
+    words: Words
+    defaults: Mapping[str, Any] = {}
+
+    def row(self, name: str) -> Row | None:
+        """Return the row of a setting; None for a name that the program does not have."""
+        name = name.lower()
+        if name in self.words:
+            return self.words[name]
+        return next((row for key, row in self.words.items() if "*" in key and fnmatchcase(name, key)), None)
+
+    def has_block(self, name: str) -> bool:
+        """Return whether settings of the block `name` have rows of their own."""
+        return any(word.startswith(f"{name.lower()}.") for word in self.words)
+
+
+def same(block: str, names: str) -> Words:
+    """Return rows of settings that have the same names in a block here."""
+    return {name: Carried(f"{block}.{name}" if block else name) for name in names.split()}
+
+
+def table(carried: Words, meaningless: Mapping[str, str], no_equal: Mapping[str, str]) -> Words:
+    """Return the rows of a program.
+
+    Args:
+        meaningless: names of settings by the reason why they have no meaning here.
+        no_equal: names by the advice; `NAME=VALUE` says that the setting asks for nothing with this value.
+    """
+    words = dict(carried)
+    for why, names in meaningless.items():
+        words |= dict.fromkeys(names.split(), Meaningless(why))
+    for advice, names in no_equal.items():
+        for name, _, off in (entry.partition("=") for entry in names.split()):
+            words[name] = NoEqual(advice, off)
+    return words
+
+
+def within(block: str, words: Words) -> Words:
+    """Return the rows of a block's settings, by their names outside of it."""
+    return {f"{block}.{name}": row for name, row in words.items()}
