@@ -229,6 +229,7 @@ _MEANINGLESS = {
         include exclude launcher local_rank ddp_impl no_contiguous_buffers_in_local_ddp
         distributed_backend distributed_timeout_* nccl_* use_nccl_ub use_sharp sharp_*
         disable_gloo_* high_priority_stream_groups use_tp_pp_dp_mapping replication* inprocess_*
+        use_same_sampling_seed_across_dp_ranks
         enable_ft_package calc_ft_timeouts ft_* initialize_socket_comms lazy_mpu_init
         use_cpu_initialization disable_symmetric_registration create_all_gather_group
         fake_process_group manual_gc* no_manual_gc_eval empty_unused_memory_level
@@ -285,12 +286,14 @@ _NO_EQUAL = {
         rotary_percent=1.0 rope_type=rope moe_layer_freq=1 expert_interval=1 mscale=1
         rotary_scaling_factor=1 rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
         mrope_section apply_residual_connection_post_layernorm qk_l2_norm multi_latent_attention
-        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale_all_dim mtp_*
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale_all_dim
+        embedding_weights_in_fp32 mtp_*
         moe_shared_expert_intermediate_size heterogeneous_layers_* spec hybrid_* mamba_*
         is_hybrid_model linear_attention_freq window_attn_skip_freq relative_attention_*
         vocab_extra_ids embedding_init_method_std init_method_xavier_uniform mup_* mlp_type
         moe_latent_size softmax_type attention_output_gate experimental_attention_variant
-        yarn_beta_* experts_per_* num_experts_switch apply_query_key_layer_scaling
+        yarn_beta_* yarn_correction_* no_yarn_correction_* experts_per_* num_experts_switch
+        apply_query_key_layer_scaling
     """,
     _EXPERTS: """
         moe_router_score_function=softmax moe_router_topk_scaling_factor=1.0 moe_router_num_groups
@@ -310,7 +313,10 @@ _NO_EQUAL = {
         lr_warmup_init no_weight_decay_cond_type apply_wd_to_qk_layernorm embedding_lr_multiplier
         weight_decay_incr_style=constant
     """,
-    _BATCH: "rampup_batch_size step_batch_size_schedule iterations_to_skip phase_transition_iterations",
+    _BATCH: """
+        decrease_batch_size_if_needed rampup_batch_size step_batch_size_schedule iterations_to_skip
+        phase_transition_iterations
+    """,
     "the step is DeepSpeed's (docs/optimizers.md): search its rates with tune": "muon_*",
     "states are fp32; DeepSpeed divides them over the data-parallel ranks": """
         use_precision_aware_optimizer=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32

@@ -1,10 +1,14 @@
 """What a setting of another program is here: a row of its table."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeAlias
 
-OFF = (None, False, 0, "", "none", "no", "None", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", "no", "None", [], {})
+
+_MISSPELT = 0.95  # ratio of difflib; no two settings of a program are as near
 
 
 class Carried(NamedTuple):
@@ -45,7 +49,8 @@ Row: TypeAlias = Carried | Meaningless | NoEqual
 Words: TypeAlias = dict[str, Row]
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Program:
     """The settings of a program.
 
     Attributes:
@@ -56,14 +61,20 @@ class Program(NamedTuple):
 
     name: str
     words: Words
-    defaults: Mapping[str, Any] = {}
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, name: str) -> Row | None:
-        """Return the row of a setting; None for a name that the program does not have."""
+        """Return the row of a setting; None for a name that the program does not have.
+
+        A name with one of several letters wrong is none that a * stands for.
+        """
         name = name.lower()
         if name in self.words:
             return self.words[name]
-        return next((row for key, row in self.words.items() if "*" in key and fnmatchcase(name, key)), None)
+        patterns = [key for key in self.words if "*" in key and fnmatchcase(name, key)]
+        exact = [key for key in self.words if "*" not in key]
+        is_known = patterns and not get_close_matches(name, exact, 1, _MISSPELT)
+        return self.words[patterns[0]] if is_known else None
 
     def has_block(self, name: str) -> bool:
         """Return whether settings of the block `name` have rows of their own."""

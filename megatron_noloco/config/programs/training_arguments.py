@@ -122,7 +122,7 @@ _CARRIED: Words = {
 
 _MEANINGLESS = {
     _PEFT.partition(";")[0]: "lora_* bnb_* use_bnb_* adapter_name_or_path",
-    "length of the run: max_steps": "do_train do_predict overwrite_output_dir",
+    "`train` starts a run, or continues it": "do_train do_predict overwrite_output_dir",
     "bf16 and fp16 decide it; master weights are fp32": """
         torch_dtype dtype tf32 bf16_full_eval fp16_full_eval half_precision_backend fp16_opt_level
         fp16_backend
