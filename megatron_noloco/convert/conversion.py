@@ -25,6 +25,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
 
 _SOURCES = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
+_PRECISION = ("bf16", "fp16")
 _BATCH = ("train_batch_size", MICRO, STEPS)
 
 
@@ -92,6 +93,7 @@ def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
     replaced = blocks & {"optimizer", "scheduler"}
     replaced |= {"model"} & blocks if "model.num_layers" in fields else set()
     replaced |= {*_BATCH} if MICRO in fields else set()
+    replaced |= {*_PRECISION} if blocks & {*_PRECISION} else set()
     content = {name: value for name, value in rest.items() if name not in replaced}
     outdated = set(_SOURCES) if any(f"data.{name}" in fields for name in _SOURCES) else set()
     outdated |= {"tokenizer_type"} if "data.tokenizer_model" in fields else set()

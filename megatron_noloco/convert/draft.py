@@ -91,6 +91,8 @@ class Draft:
                 self.why[setting] = f"{shown(value)} asks for nothing"
             else:
                 self.advice[setting] = row.advice
+        elif value is None:
+            self.why[setting] = "null asks for nothing"
         elif isinstance(row, Carried):
             if unread := [
                 one.why for one in (value if isinstance(value, list) else [value]) if _is_unread(one)

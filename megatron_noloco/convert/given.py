@@ -168,12 +168,12 @@ def _arguments(text: str) -> dict[str, Any]:
         raise UserError("has no command that starts a Python program with options, and no options")
     pairs = []
     for name, given in options(words):
-        values = [Unread(why) if (why := script.why_unread(word)) else _value(word) for word in given]
+        values = [Unread(why) if (why := script.why_unread(word)) else literal(word) for word in given]
         pairs.append((name, values[0] if len(values) == 1 else values or True))
     return json_object(pairs)
 
 
-def _value(word: str) -> Any:
+def literal(word: str) -> Any:
     for kind in (int, float):
         try:
             return kind(word)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.programs import MEGATRON, PROGRAMS, Carried
 from megatron_noloco.convert.conversion import Conversion, convert
-from megatron_noloco.convert.given import _value, read
+from megatron_noloco.convert.given import literal, read
 from megatron_noloco.convert.shell import Script, options
 from megatron_noloco.engine.schedules import rates_in
 from tests.harness import call_here, refusal_of
@@ -166,6 +167,30 @@ def load_config_of(conversion: Conversion) -> RunConfig:
     return RunConfig(**conversion.content)
 
 
+def test_a_folder_of_hugging_face_gives_sizes_and_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=300).save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    path = tmp_path / "finetune.yaml"
+    name = str(tmp_path / "model")
+    path.write_text((FILES / path.name).read_text().replace("example/small-model", name))
+    content = convert([path], BASE).content
+    assert content["training"]["pretrained"] == content["data"]["tokenizer_model"] == name
+    assert content["model"] | {"family": "llama", "hidden_size": 64, "seq_length": 128} == content["model"]
+
+
+def test_deepspeed_and_megatron_may_say_the_same(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    given = {"train_batch_size": 16, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    path.write_text(json.dumps(given | {"zero_optimization": {"stage": 1}}))
+    both, alone = convert([folder / "llama.sh", path]), convert([folder / "llama.sh"])
+    assert both.content == {**alone.content, "zero_optimization": {"stage": 1}}
+    path.write_text(json.dumps(given | {"gradient_clipping": 0.5}))
+    line = refusal_of("convert", folder / "llama.sh", path, "--output", tmp_path / "run.json")
+    assert "gradient_clipping: 0.5, but" in line
+    assert "llama.sh: clip_grad says 1.0; both are gradient_clipping here, give one of them" in line
+
+
 def test_weights_and_biases_is_on_only_where_a_file_says_so(tmp_path: Path) -> None:
     def wandb(options: str) -> Any:
         path = tmp_path / "arguments"
@@ -205,7 +230,7 @@ def test_the_trainer_fills_in_what_deepspeed_leaves_to_it(folder: Path) -> None:
 )
 def test_a_script_is_read_as_a_shell_would(text: str, expected: dict[str, Any]) -> None:
     script = Script(text)
-    found = {name: [_value(word) for word in words] for name, words in options(script.arguments())}
+    found = {name: [literal(word) for word in words] for name, words in options(script.arguments())}
     assert {name: words[0] if len(words) == 1 else words or True for name, words in found.items()} == expected
 
 

@@ -36,15 +36,15 @@ _ZERO_MEANINGLESS = {
     "gradients are reduced once, after all microbatches": "overlap_comm round_robin_gradients",
     "it is of ZeRO stage 3": """
         sub_group_size prefetch_bucket_size param_persistence_threshold model_persistence_threshold
-        max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
-        use_all_reduce_for_fetch_params stage3_* zero_hpz_partition_size zero_quantized_*
-        memory_efficient_linear override_module_apply log_trace_cache_warnings leaf_module
-        allgather_sequential mics_*
+        max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save
+        module_granularity_threshold use_all_reduce_for_fetch_params stage3_* zero_hpz_partition_size
+        zero_quantized_* memory_efficient_linear override_module_apply log_trace_cache_warnings
+        leaf_module allgather_sequential mics_*
     """,
     "it does not change the numbers": """
-        allgather_partitions load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1
-        cpu_offload_use_pin_memory pipeline_loading_checkpoint enable_sanity_checks compute_grad_norm
-        save_muon_momentum_buffer_in_memory parameter_alignment
+        allgather_partitions load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
+        legacy_stage1 cpu_offload_use_pin_memory pipeline_loading_checkpoint enable_sanity_checks
+        compute_grad_norm save_muon_momentum_buffer_in_memory parameter_alignment
     """,
 }
 _ZERO_NO_EQUAL = {
@@ -65,9 +65,9 @@ _MEANINGLESS = {
     "gradients that are not finite are always found": "check_overflow fp16.auto_cast",
     "the block checkpoint here has other fields": "checkpoint checkpoint_engine datastates_ckpt",
     "it changes what is printed, or how it is computed": """
-        dump_state memory_breakdown log_level disable_python_gc zero_force_ds_cpu_optimizer nebula aio timers
-        fp16.fp16_master_weights_and_grads graph_harvesting dataloader_drop_last timeout hybrid_engine
-        use_data_before_expert_parallelism seq_parallel_communication_data_type
+        dump_state memory_breakdown log_level disable_python_gc zero_force_ds_cpu_optimizer nebula aio
+        timers fp16.fp16_master_weights_and_grads graph_harvesting dataloader_drop_last timeout
+        hybrid_engine use_data_before_expert_parallelism seq_parallel_communication_data_type
     """,
 }
 _NO_EQUAL = {

@@ -40,6 +40,7 @@ _CARRIED: Words = {
     "num_key_value_heads": Carried("model.num_query_groups"),
     "rotary_position_embeddings_theta": Carried("model.rotary_base"),
     "num_experts": Carried("model.num_moe_experts", lambda v: None if v == 1 else v),
+    "num_moe_experts": Carried("model.num_moe_experts"),
     "moe_ffn_hidden_size": Carried("facts.expert_ffn_hidden_size"),
     "topk": Carried("model.moe_router_topk"),
     "moe_loss_coeff": Carried("model.moe_aux_loss_coeff"),
@@ -67,8 +68,12 @@ _CARRIED: Words = {
     "squared_relu": Carried("facts.activation", {True: "squared_relu", False: None}),
     "quick_geglu": Carried("facts.activation", {True: "quick_geglu", False: None}),
     "openai_gelu": Carried("facts.activation", {True: "gelu", False: None}),
+    "activation_func": Carried(
+        "facts.activation", {"gelu": "gelu", "swiglu": "swiglu", "squaredrelu": "squared_relu"}
+    ),
     "normalization": Carried("facts.normalization", lambda v: {"rmsnorm": "RMSNorm"}.get(str(v).lower(), v)),
     "disable_bias_linear": Carried("facts.biases", {True: False, False: True}),
+    "add_bias_linear": Carried("facts.biases"),
     "add_qkv_bias": Carried("facts.qkv_biases"),
     "qk_layernorm": Carried("facts.qk_norm"),
     "position_embedding_type": Carried("facts.position"),
@@ -130,6 +135,7 @@ _CARRIED: Words = {
     "decoder_first_pipeline_num_layers": Carried("parallel.num_layers_in_first_pipeline_stage"),
     "decoder_last_pipeline_num_layers": Carried("parallel.num_layers_in_last_pipeline_stage"),
     "num_virtual_stages_per_pipeline_rank": Carried("parallel.virtual_pipeline_model_parallel_size"),
+    "virtual_pipeline_model_parallel_size": Carried("parallel.virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": Carried("facts.virtual_layers"),
     "nproc_per_node": Carried("facts.ranks_per_node"),
     "num_gpus": Carried("facts.ranks_per_node"),
@@ -162,25 +168,35 @@ _CARRIED: Words = {
 }
 
 _MEANINGLESS = {
-    "rotary embeddings need no longest length": "max_position_embeddings no_position_embedding",
-    "the norms' weights begin at 1, which is the same function": "apply_layernorm_1p",
+    "rotary embeddings need no longest length": """
+        max_position_embeddings no_position_embedding add_position_embedding
+    """,
+    "the norms' weights begin at 1, which is the same function": """
+        apply_layernorm_1p layernorm_zero_centered_gamma
+    """,
     _EXPERTS.partition(";")[0]: """
         moe_token_drop_policy moe_router_bias_update_rate disable_moe_token_dropping
         moe_upcycling_granularity disable_moe_top2_2nd_expert_sampling create_moe_param_group
     """,
+    "it is for Python that calls Megatron-core, and null in a file": """
+        init_method output_layer_init_method timers params_dtype pipeline_dtype *_func enable_autocast
+        autocast_dtype variable_seq_lengths num_microbatches_with_partial_* batch_p2p_*
+        barrier_with_l1_time _cpu_offloading_context gated_linear_unit moe_token_dropping
+        check_for_nan_in_loss_and_grad enable_one_logger
+    """,
     _CORE: """
-        attention_backend use_flash_attn* no_masked_softmax_fusion no_bias_*_fusion no_rope_fusion
+        attention_backend moe_router_dtype use_flash_attn* no_masked_softmax_fusion no_bias_*_fusion no_rope_fusion
         cross_entropy_* use_mcore_models use_legacy_models no_persist_layer_norm onnx_safe
         persist_layer_norm no_gradient_accumulation_fusion attention_softmax_in_fp32
-        no_query_key_layer_scaling moe_grouped_gemm moe_use_legacy_grouped_gemm
-        moe_token_dispatcher_type moe_permute_fusion moe_router_fusion moe_per_layer_logging
-        moe_shared_expert_overlap moe_enable_deepep moe_deepep_num_sms moe_flex_*
-        moe_layer_recompute moe_router_padding_for_* moe_extended_tp use_fused_weighted_squared_relu
-        use_te_activation_func no_clone_scatter_output_in_embedding te_* transformer_engine_*
-        bias_*_fusion masked_softmax_fusion apply_rope_fusion disable_mem_efficient_ln use_tutel
-        fused_* disable_bf16_reduced_precision_matmul fp16_lm_cross_entropy fp32_residual_connection
-        normalize_* distribute_saved_activations distribute_checkpointed_activations
-        checkpoint_num_layers ds_fused_adam
+        no_query_key_layer_scaling moe_grouped_gemm moe_use_legacy_grouped_gemm moe_token_dispatcher_type
+        moe_permute_fusion moe_router_fusion moe_per_layer_logging moe_shared_expert_overlap
+        moe_enable_deepep moe_deepep_num_sms moe_flex_* moe_layer_recompute moe_router_padding_for_*
+        moe_extended_tp use_fused_weighted_squared_relu use_te_activation_func
+        no_clone_scatter_output_in_embedding te_* transformer_engine_* bias_*_fusion masked_softmax_fusion
+        memory_efficient_layer_norm clone_scatter_output_in_embedding gradient_accumulation_fusion
+        apply_rope_fusion disable_mem_efficient_ln use_tutel fused_* disable_bf16_reduced_precision_matmul
+        fp16_lm_cross_entropy fp32_residual_connection normalize_* distribute_saved_activations
+        distribute_checkpointed_activations checkpoint_num_layers ds_fused_adam
     """,
     "no graph is recorded": "cuda_graph_* optimizer_cuda_graph",
     "numbers are bf16, fp16 or fp32": """
@@ -205,42 +221,38 @@ _MEANINGLESS = {
         reset_iteration
     """,
     _MEMORY.partition(":")[0]: """
-        fsdp_* megatron_fsdp_* torch_fsdp2_* init_model_with_meta_device
-        enable_full_sharding_in_hsdp num_distributed_optimizer_instances zero_contigious_gradients
-        use_layer_wise_distributed_optimizer no_use_layer_wise_param_layout
+        fsdp_* megatron_fsdp_* torch_fsdp2_* init_model_with_meta_device enable_full_sharding_in_hsdp
+        num_distributed_optimizer_instances zero_contigious_gradients use_layer_wise_distributed_optimizer
+        no_use_layer_wise_param_layout
     """,
     _REDUCE: """
-        overlap_grad_reduce overlap_param_gather* no_align_* ddp_* defer_embedding_*
-        wgrad_deferral_limit delay_wgrad_compute overlap_moe_* suggested_communication_unit_size
-        no_gradient_reduce_div_fusion gtp_* align_* check_weight_hash_across_*
+        overlap_grad_reduce overlap_param_gather* no_align_* ddp_* defer_embedding_* wgrad_deferral_limit
+        delay_wgrad_compute overlap_moe_* suggested_communication_unit_size no_gradient_reduce_div_fusion
+        gtp_* align_* check_weight_hash_across_*
     """,
     _WHOLE: """
-        overlap_p2p_* no_overlap_p2p_* no_scatter_gather_* scatter_gather_* tp_comm_*
-        disable_tp_comm_* microbatch_group_size_* use_ring_exchange_p2p no_async_tensor_*
-        deallocate_pipeline_outputs enable_zbh1_* no_pipeline_parallel
-        pipeline_model_parallel_comm_backend standalone_embedding_stage cp_comm_type
-        hierarchical_context_parallel_sizes force_ds_sequence_parallel ds_sequence_parallel_fpdt*
-        partition_activations contigious_checkpointing checkpoint_in_cpu synchronize_each_layer
-        profile_backward scattered_embeddings split_transformers memory_centric_tiled_linear
-        tile_factor
+        overlap_p2p_* no_overlap_p2p_* no_scatter_gather_* scatter_gather_* tp_comm_* disable_tp_comm_*
+        microbatch_group_size_* use_ring_exchange_p2p no_async_tensor_* deallocate_pipeline_outputs
+        enable_zbh1_* no_pipeline_parallel pipeline_model_parallel_comm_backend standalone_embedding_stage
+        cp_comm_type hierarchical_context_parallel_sizes force_ds_sequence_parallel
+        ds_sequence_parallel_fpdt* partition_activations contigious_checkpointing checkpoint_in_cpu
+        synchronize_each_layer profile_backward scattered_embeddings split_transformers
+        memory_centric_tiled_linear tile_factor
     """,
     _JOB: """
-        node_rank master_addr master_port rdzv_* standalone max_restarts tee log_dir hostfile
-        include exclude launcher local_rank ddp_impl no_contiguous_buffers_in_local_ddp
-        distributed_backend distributed_timeout_* nccl_* use_nccl_ub use_sharp sharp_*
-        disable_gloo_* high_priority_stream_groups use_tp_pp_dp_mapping replication* inprocess_*
-        use_same_sampling_seed_across_dp_ranks
-        enable_ft_package calc_ft_timeouts ft_* initialize_socket_comms lazy_mpu_init
-        use_cpu_initialization disable_symmetric_registration create_all_gather_group
-        fake_process_group manual_gc* no_manual_gc_eval empty_unused_memory_level
+        node_rank master_addr master_port rdzv_* standalone max_restarts tee log_dir hostfile include
+        exclude launcher local_rank ddp_impl no_contiguous_buffers_in_local_ddp distributed_backend
+        distributed_timeout_* nccl_* use_nccl_ub use_sharp sharp_* disable_gloo_*
+        high_priority_stream_groups use_tp_pp_dp_mapping replication* inprocess_*
+        use_same_sampling_seed_across_dp_ranks enable_ft_package calc_ft_timeouts ft_*
+        initialize_socket_comms lazy_mpu_init use_cpu_initialization disable_symmetric_registration
+        create_all_gather_group fake_process_group manual_gc* no_manual_gc_eval empty_unused_memory_level
         data_parallel_random_init perform_initialization no_initialization train_sync_interval
-        adlr_autoresume* exit_signal_handler* kill_switch_file deepspeed deepspeed_config
-        deepspeed_mpi deepscale* use_pin_memory force_multi no_python module user
+        adlr_autoresume* exit_signal_handler* kill_switch_file deepspeed deepspeed_config deepspeed_mpi
+        deepscale* use_pin_memory force_multi no_python module user
     """,
     "rotary embeddings know differences of positions only, so documents are told apart by "
-    "data.reset_attention_mask alone; leave it out": """
-        reset_position_ids
-    """,
+    "data.reset_attention_mask alone; leave it out": "reset_position_ids",
     "the test part is never read": "test_data_path",
     "reading and the order of samples follow from training.seed (docs/data.md)": """
         dataloader_* num_workers data_cache_path data_impl mmap_warmup no_mmap_bin_files
@@ -256,8 +268,8 @@ _MEANINGLESS = {
     _CHECKPOINTS: """
         load no_load_* no_save_* load_* ckpt_* dist_ckpt_* use_dist_ckpt auto_detect_ckpt_format
         non_persistent_* save_retain_interval use_persistent_ckpt_worker use_checkpoint_args
-        use_mp_args_from_checkpoint_args exit_on_missing_checkpoint no_strict_fsdp_dtensor_load
-        no_ckpt_* checkpoint_*
+        use_mp_args_from_checkpoint_args exit_on_missing_checkpoint no_strict_fsdp_dtensor_load no_ckpt_*
+        checkpoint_*
     """,
     _LOG: """
         log_* no_log_* timing_log_* tensorboard_* wandb_* one_logger_* no_one_logger app_tag_*
@@ -268,16 +280,15 @@ _MEANINGLESS = {
     """,
     "the same ranks, seed and versions give the same numbers on CPUs": "deterministic_mode",
     _OTHER: """
-        inference* max_tokens_to_oom output_bert_embeddings bert_* flash_decode retro_*
-        symmetric_ar_type nccl_all_reduce_for_prefill mlp_chunks_for_prefill decode_only_* rl_*
-        grpo_* langrl_* perform_rl_step ict_* biencoder_* titles_data_path query_in_block_prob
-        use_one_sent_docs evidence_data_path retriever_* block_data_path embedding_path indexer_*
-        num_classes img_* num_channels patch_dim classes_fraction data_per_class_fraction
-        no_data_sharding vision_* swin_* mask_* iter_per_epoch dino_* decoder_num_layers
-        decoder_seq_length short_seq_prob enable_experimental disable_msc enable_msc
-        enable_chunked_* num_speculative_tokens use_legacy_static_engine cache_mla_latents
-        refit_method ds_inference output_logit_dtype yaml_cfg disable_mamba_* mla_down_proj_fusion
-        cpu_offloading*
+        inference* max_tokens_to_oom output_bert_embeddings bert_* flash_decode retro_* symmetric_ar_type
+        nccl_all_reduce_for_prefill mlp_chunks_for_prefill decode_only_* rl_* grpo_* langrl_*
+        perform_rl_step ict_* biencoder_* titles_data_path query_in_block_prob use_one_sent_docs
+        evidence_data_path retriever_* block_data_path embedding_path indexer_* num_classes img_*
+        num_channels patch_dim classes_fraction data_per_class_fraction no_data_sharding vision_* swin_*
+        mask_* iter_per_epoch dino_* decoder_num_layers decoder_seq_length short_seq_prob
+        enable_experimental disable_msc enable_msc enable_chunked_* num_speculative_tokens
+        use_legacy_static_engine cache_mla_latents refit_method ds_inference output_logit_dtype yaml_cfg
+        disable_mamba_* mla_down_proj_fusion cpu_offloading*
     """,
 }
 
@@ -287,12 +298,11 @@ _NO_EQUAL = {
         rotary_scaling_factor=1 rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
         mrope_section apply_residual_connection_post_layernorm qk_l2_norm multi_latent_attention
         q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale_all_dim
-        embedding_weights_in_fp32 mtp_*
-        moe_shared_expert_intermediate_size heterogeneous_layers_* spec hybrid_* mamba_*
-        is_hybrid_model linear_attention_freq window_attn_skip_freq relative_attention_*
+        embedding_weights_in_fp32 mtp_* moe_shared_expert_intermediate_size heterogeneous_layers_* spec
+        hybrid_* mamba_* is_hybrid_model linear_attention_freq window_attn_skip_freq relative_attention_*
         vocab_extra_ids embedding_init_method_std init_method_xavier_uniform mup_* mlp_type
-        moe_latent_size softmax_type attention_output_gate experimental_attention_variant
-        yarn_beta_* yarn_correction_* no_yarn_correction_* experts_per_* num_experts_switch
+        moe_latent_size softmax_type attention_output_gate experimental_attention_variant yarn_beta_*
+        yarn_correction_* no_yarn_correction_* experts_per_* num_experts_switch
         apply_query_key_layer_scaling
     """,
     _EXPERTS: """
@@ -300,7 +310,7 @@ _NO_EQUAL = {
         moe_router_group_topk moe_router_enable_expert_bias moe_z_loss_coeff moe_input_jitter_eps
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_apply_probs_on_input
         moe_use_upcycling moe_train_capacity_factor moe_eval_capacity_factor moe_min_capacity
-        moe_router_dtype moe_router_force_load_balancing moe_router_pre_softmax
+        moe_router_force_load_balancing moe_router_pre_softmax
     """,
     "a graph would freeze the routes": """
         enable_cuda_graph=none external_cuda_graph=none cuda_graph_impl=none
@@ -309,8 +319,8 @@ _NO_EQUAL = {
         fp8 fp8_format fp8_e4m3 fp8_hybrid fp4_format fp4
     """,
     _ONE_RATE: """
-        decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay head_lr_mult
-        lr_warmup_init no_weight_decay_cond_type apply_wd_to_qk_layernorm embedding_lr_multiplier
+        decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay head_lr_mult lr_warmup_init
+        no_weight_decay_cond_type apply_wd_to_qk_layernorm embedding_lr_multiplier
         weight_decay_incr_style=constant
     """,
     _BATCH: """
@@ -319,8 +329,8 @@ _NO_EQUAL = {
     """,
     "the step is DeepSpeed's (docs/optimizers.md): search its rates with tune": "muon_*",
     "states are fp32; DeepSpeed divides them over the data-parallel ranks": """
-        use_precision_aware_optimizer=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32
-        main_params_dtype=fp32 main_grads_dtype=fp32
+        use_precision_aware_optimizer=fp32 exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 main_params_dtype=fp32
+        main_grads_dtype=fp32
     """,
     "the inner optimizer works where the model is": "optimizer_cpu_offload cpu_optimizer",
     "samples have the same length in all local steps": """
@@ -348,8 +358,8 @@ _NO_EQUAL = {
         train_data_exact_num_epochs
     """,
     _PRETRAINED: """
-        pretrained_checkpoint finetune ckpt_step load_tag universal_checkpoint
-        override_ckpt_iteration freeze_all_layers
+        pretrained_checkpoint finetune ckpt_step load_tag universal_checkpoint override_ckpt_iteration
+        freeze_all_layers
     """,
     "megatron-noloco stop ends a run; training.exit_duration_minutes does, too": "exit_interval",
     "megatron-noloco evaluate prints the loss of a checkpoint": "skip_train test_mode",

@@ -134,8 +134,8 @@ _MEANINGLESS = {
     """,
     "all tokens of a local step count the same": "average_tokens_across_devices",
     _LOG: """
-        logging_* log_* disable_tqdm include_num_input_tokens_seen include_tokens_per_second
-        trackio_* debug skip_memory_metrics wandb_*
+        logging_* log_* disable_tqdm include_num_input_tokens_seen include_tokens_per_second trackio_*
+        debug skip_memory_metrics wandb_*
     """,
     _EVALUATED: """
         per_device_eval_batch_size per_gpu_eval_batch_size eval_* do_eval batch_eval_metrics
@@ -149,39 +149,34 @@ _MEANINGLESS = {
     _HUB: "push_to_hub* hub_*",
     "training.seed decides the order of samples as well": "data_seed",
     _JOB: """
-        local_rank use_cpu no_cuda use_mps_device ddp_* accelerator_config fsdp_* tpu_*
-        mp_parameters ray_scope past_index split_batches
+        local_rank use_cpu no_cuda use_mps_device ddp_* accelerator_config fsdp_* tpu_* mp_parameters
+        ray_scope past_index split_batches
     """,
     "its settings are those of the JSON that it names: give that file as well": "deepspeed",
     _LOADER: """
-        dataloader_* remove_unused_columns train_sampling_strategy group_by_length
-        length_column_name dataset_num_proc preprocessing_num_workers dataset_batch_size shuffle
-        max_samples overwrite_cache dataset_kwargs dataset_config* dataset_*_split
-        dataset_train_split dataset_test_split dataset_splits streaming dataset_dir
+        dataloader_* remove_unused_columns train_sampling_strategy group_by_length length_column_name
+        dataset_num_proc preprocessing_num_workers dataset_batch_size shuffle max_samples overwrite_cache
+        dataset_kwargs dataset_config* dataset_*_split dataset_train_split dataset_test_split
+        dataset_splits streaming dataset_dir
     """,
     _TOKENIZED: """
-        chat_template* assistant_only_loss completion_only_loss eos_token pad_token
-        dataset_text_field packing_strategy eval_packing template stage padding_free
-        auto_insert_empty_system_msg tokenizer_name_or_path pad_to_multiple_of train_on_prompt
-        mask_history
+        chat_template* assistant_only_loss completion_only_loss eos_token pad_token dataset_text_field
+        packing_strategy eval_packing template stage padding_free auto_insert_empty_system_msg
+        tokenizer_name_or_path pad_to_multiple_of train_on_prompt mask_history
     """,
     "the folder of model_name_or_path is used as it is": """
-        model_revision use_fast_tokenizer config_name tokenizer_name cache_dir token
-        low_cpu_mem_usage
+        model_revision use_fast_tokenizer config_name tokenizer_name cache_dir token low_cpu_mem_usage
     """,
 }
 
 _NO_EQUAL = {
     _DATA: "dataset_name dataset_mixture dataset_mixer datasets dataset dataset_id",
     "training.train_iters counts local steps: one pass over the data is the line `data:` of "
-    "config --check": """
-        num_train_epochs=3.0
-    """,
+    "config --check": "num_train_epochs=3.0",
     _MEMORY: "fsdp parallelism_config",
     _PEFT: "use_peft=full load_in_4bit=full load_in_8bit=full finetuning_type=full",
     "it would change what is trained, and is not supported; leave it out": """
-        label_smoothing_factor neftune_noise_alpha optim_target_modules auto_find_batch_size
-        optim_args
+        label_smoothing_factor neftune_noise_alpha optim_target_modules auto_find_batch_size optim_args
     """,
     "a preference is not trained on; records with answers are (data.sft_data_path)": """
         loss_type rl_beta max_prompt_length
