@@ -28,7 +28,7 @@ def add_commands(commands: Commands) -> None:
     add(
         "--config",
         type=Path,
-        help="a config that has what the files do not say: model, data, length of the run",
+        help="a config, or a part of one, that has what the files do not say",
     )
     add("--world-size", type=at_least_one, metavar="N", help="ranks of the run (default: as the files say)")
     replicas = (

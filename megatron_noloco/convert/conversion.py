@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.load import read_content
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.convert.draft import Draft
 from megatron_noloco.convert.given import Setting, read
@@ -60,14 +61,14 @@ def convert(
     """Return the config that files of other programs describe together.
 
     Args:
-        base: a config that has what the files do not say.
+        base: a config, or a part of one, that has what the files do not say.
         world_size: ranks of the run; None: as the files say.
         replicas: copies of the model that average with each other; None: one for each node, or data-parallel rank.
 
     Raises UserError, a line per problem.
     """
     settings = {setting: value for path in paths for setting, value in read(path).items()}
-    rest = load_config(base).given() if base else {}
+    rest = _rest(base) if base else {}
     draft = Draft(settings)
     draft.fields = {
         f"parallel.{name}": size for name, size in rest.get("parallel", {}).items()
@@ -82,8 +83,19 @@ def convert(
     settle_intervals(draft, steps)
     settle_data(draft)
     content = _merged(draft, rest)
-    _check(draft, content)
+    _check(draft, content, base)
     return _account(draft, content)
+
+
+def _rest(path: Path) -> dict[str, Any]:
+    """Return what a config says, which need not be whole; raises UserError."""
+    try:
+        content = read_content(path)
+        if wrong := [name for name in BLOCKS if not isinstance(content.get(name, {}), dict)]:
+            raise UserError(f"{wrong[0]}: must be an object")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return content
 
 
 def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
@@ -106,10 +118,11 @@ def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
             block[part] = dict(block.get(part, {}))
             block = block[part]
         block[last] = value
+    names = dict.fromkeys([*RunConfig.model_fields, *content])
     return {
         name: _in_order(content[name], getattr(BLOCKS.get(name), "model_fields", ("type", "params")))
-        for name in RunConfig.model_fields
-        if content.get(name) is not None
+        for name in names
+        if content.get(name) is not None and name != "$schema"
     }
 
 
@@ -122,7 +135,7 @@ def _in_order(block: Any, names: Iterable[str]) -> Any:
     )
 
 
-def _check(draft: Draft, content: dict[str, Any]) -> None:
+def _check(draft: Draft, content: dict[str, Any], base: Path | None) -> None:
     """Raise UserError where the config is wrong, with the setting of each problem."""
     data = content.get("data", {})
     has_dataset = not data.keys().isdisjoint(("data_path", "train_data_path"))
@@ -134,16 +147,16 @@ def _check(draft: Draft, content: dict[str, Any]) -> None:
     try:
         RunConfig(**content)
     except UserError as error:
-        raise UserError("\n".join(_of_files(draft, line) for line in str(error).splitlines())) from None
+        raise UserError("\n".join(_of_files(draft, line, base) for line in str(error).splitlines())) from None
 
 
-def _of_files(draft: Draft, line: str) -> str:
+def _of_files(draft: Draft, line: str, base: Path | None) -> str:
     field = line.split(" ")[0].rstrip(":")
     if where := draft.where(field):
         return f"{where}: {line}"
     if " is missing" in line.split("(")[0]:
         return f"the files do not say it: {line}; add --config FILE, a config that does"
-    return line
+    return f"{base}: {line}" if base else line
 
 
 def _account(draft: Draft, content: dict[str, Any]) -> Conversion:

@@ -328,6 +328,15 @@ def test_what_the_files_lack_is_named(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run.json").exists()
 
 
+def test_the_rest_may_be_a_part_of_a_config(folder: Path, tmp_path: Path) -> None:
+    rest = tmp_path / "rest.json"
+    rest.write_text('{"noloco": {"local_steps": 20}}')
+    assert convert([folder / "llama.sh"], rest).content["noloco"] == {"local_steps": 20}
+    rest.write_text('{"noloko": {"local_steps": 20}}')
+    line = refusal_of("convert", folder / "llama.sh", "--config", rest, "--output", tmp_path / "run.json")
+    assert line == f"{rest}: noloko is not a known key; did you mean noloco?"
+
+
 def test_ranks_that_do_not_divide_are_refused(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     for number, advice in (
