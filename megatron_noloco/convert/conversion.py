@@ -115,7 +115,9 @@ def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
         block = content
         *above, last = name.split(".")
         for part in above:
-            block[part] = dict(block.get(part, {}))
+            if not isinstance(inner := block.get(part, {}), dict):
+                raise UserError(f"{draft.where(part)}: must be an object, got {shown(inner)}")
+            block[part] = dict(inner)
             block = block[part]
         block[last] = value
     names = dict.fromkeys([*RunConfig.model_fields, *content])
@@ -167,12 +169,17 @@ def _account(draft: Draft, content: dict[str, Any]) -> Conversion:
         results = draft.results(setting)
         if not results:
             meaningless[setting] = draft.why.get(setting, "other settings decide it")
-        elif [name.rpartition(".")[2] for name in results] == [setting.name.rpartition(".")[2]]:
+        elif all(_has_name(field, setting.name) for field in results):
             carried.append(setting)
         else:
             renamed[setting] = _shortened(results)
     defaults = {one: one.program.defaults[one.name] for one in draft.defaults.values() if draft.results(one)}
     return Conversion(content, draft.settings, carried, renamed, meaningless, draft.advice, defaults)
+
+
+def _has_name(field: str, name: str) -> bool:
+    """Return whether a field, or the block that it is in, has the name of a setting."""
+    return field.startswith(f"{name}.") or field.rpartition(".")[2] == name.rpartition(".")[2]
 
 
 def _shortened(fields: list[str]) -> list[str]:

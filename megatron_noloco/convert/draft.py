@@ -94,14 +94,13 @@ class Draft:
         elif value is None:
             self.why[setting] = "null asks for nothing"
         elif isinstance(row, Carried):
-            if unread := [
-                one.why for one in (value if isinstance(value, list) else [value]) if _is_unread(one)
-            ]:
+            values = value if isinstance(value, list) else [value]
+            if unread := [one.why for one in values if isinstance(one, Unread)]:
                 yield f"{setting.file}: {unread[0]} ({setting.name})"
                 return
             try:
                 leaves = list(_leaves(row, value))
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
                 known = row.values if isinstance(row.values, Mapping) else ()
                 equal = f"; known are {', '.join(map(str, known))}" if known else ""
                 yield f"{setting.where}: {shown(value)} has no equal here{equal}"
@@ -157,10 +156,6 @@ class Draft:
             lines = [line.removeprefix("Facts.") for line in str(error).splitlines()]
         named = ((line, self.where(f"facts.{line.split(':')[0].split(' ')[0]}")) for line in lines)
         raise UserError("\n".join(f"{where}: {line.partition(': ')[2] or line}" for line, where in named))
-
-
-def _is_unread(value: Any) -> bool:
-    return isinstance(value, Unread)
 
 
 def _leaves(row: Carried, value: Any) -> Iterator[tuple[str, Any]]:

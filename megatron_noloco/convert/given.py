@@ -136,8 +136,8 @@ def _yaml(text: str) -> Any:
         """Refuses a name that is there twice, of which YAML itself would keep the last."""
 
         def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
-            pairs = [(self.construct_object(key, deep=True), value) for key, value in node.value]
-            json_object([(str(key), None) for key, _ in pairs])
+            keys = [key for key, _ in node.value if not key.tag.endswith(":merge")]
+            json_object([(str(self.construct_object(key, deep=True)), None) for key in keys])
             return super().construct_mapping(node, deep)
 
     try:

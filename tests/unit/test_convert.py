@@ -263,6 +263,11 @@ REFUSED = {
         "output_dir: x\nlearning_rate: [1]",
         "learning_rate: optimizer.params.lr: must be a number >= 0",
     ),
+    "kind_of_block.json": ('{"optimizer": "Adam", "gradient_clipping": 1}', "optimizer: must be an object"),
+    "scale.txt": (
+        f"{MEGATRON_ARGUMENTS}--initial-loss-scale inf",
+        "initial_loss_scale: Infinity has no equal",
+    ),
     "style.txt": (
         f"{MEGATRON_ARGUMENTS}--lr-decay-style exotic",
         "lr_decay_style: 'exotic' has no equal here; known are constant, linear, cosine, WSD",

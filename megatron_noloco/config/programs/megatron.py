@@ -86,7 +86,7 @@ _CARRIED: Words = {
     "train_samples": Carried("facts.train_samples"),
     "train_tokens": Carried("facts.train_tokens"),
     "seed": Carried("training.seed"),
-    "clip_grad": Carried("gradient_clipping", float),
+    "clip_grad": Carried("gradient_clipping"),
     "optimizer": Carried(
         "optimizer.type",
         {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "dist_muon": "Muon", "adaptive_muon": None},
