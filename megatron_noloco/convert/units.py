@@ -36,11 +36,11 @@ def settle_layout(draft: Draft, world_size: int | None, replicas: int | None) ->
     ranks = world_size or (nodes * facts.ranks_per_node if facts.ranks_per_node else None)
     dp = _data_parallel_ranks(draft, ranks, tp * pp)
     if dp is None:
-        if ep > 1:
-            draft.put("parallel.data_parallel_size", ep)
-        if replicas:
-            draft.put("parallel.replicas", replicas)
-        return replicas * ep if replicas else None
+        inside = draft.get("parallel.data_parallel_size", ep)
+        number = replicas or draft.get("parallel.replicas", "auto")
+        draft.put("parallel.data_parallel_size", inside)
+        draft.put("parallel.replicas", number)
+        return number * inside if isinstance(number, int) and isinstance(inside, int) else None
     wanted = (
         replicas or (facts.replicate if (facts.replicate or 1) > 1 else None) or (nodes if nodes > 1 else dp)
     )

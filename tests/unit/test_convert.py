@@ -151,6 +151,13 @@ def test_replicas_are_nodes_or_data_parallel_ranks(folder: Path) -> None:
     assert layout(world_size=16) == (2, 4, 1)
 
 
+def test_the_rest_may_give_the_layout(tmp_path: Path) -> None:
+    path, rest = tmp_path / "arguments", tmp_path / "rest.json"
+    path.write_text((FILES / "mixture.txt").read_text())
+    rest.write_text('{"parallel": {"replicas": 2, "data_parallel_size": 4}}')
+    assert convert([path], rest).content == convert([path], world_size=8, replicas=2).content
+
+
 def test_a_schedule_has_the_rates_of_megatron(folder: Path) -> None:
     run = load_config_of(convert([folder / "llama.sh"]))
     schedule = run.as_deepspeed()["scheduler"]
@@ -308,7 +315,6 @@ REFUSED = {
     ),
     "quote.sh": ('python x.py --lr 1 "a', "line 1: a quote begins here and does not end"),
     "two.sh": ("python a.py --lr 1\npython b.py --lr 2", "2 commands start a program (a.py, b.py); keep one"),
-    "batch.txt": (f"{MEGATRON_ARGUMENTS}--global-batch-size 8", "nothing says how many ranks there are; add"),
     "auto.json": ('{"train_batch_size": "auto"}', "is filled in from Hugging Face's TrainingArguments"),
     "rate.txt": (f"{MEGATRON_ARGUMENTS}--lr 1e-4 --min-lr 1e-3", "min_lr: 0.001 is not a share of the peak"),
     "warmup.txt": (f"{MEGATRON_ARGUMENTS}--lr-warmup-iters 4", "a warm-up of 4 local steps leaves none of"),
@@ -330,6 +336,8 @@ def test_what_the_files_lack_is_named(folder: Path, tmp_path: Path) -> None:
     code, _, errors = call_here("convert", folder / "offload.json", "--output", tmp_path / "run.json")
     assert code == 2
     assert "the files do not say it: model is missing" in errors
+    line = refusal_of("convert", folder / "mixture.txt", "--output", tmp_path / "run.json")
+    assert "16 samples are those of all ranks, and nothing says how many ranks there are; add" in line
     assert not (tmp_path / "run.json").exists()
 
 
