@@ -213,3 +213,6 @@ def account_lines(conversion: Conversion) -> Iterator[str]:
             yield f"  {one.name}{'' if one.file else ' (default)'} {shown(values.get(one))}: {advice}"
     if conversion.defaults:
         yield f"by default there, and so written here: {named(conversion.defaults)}"
+    replicas = conversion.content.get("parallel", {}).get("replicas", 1)
+    if replicas != 1:
+        yield f"parallel.replicas {replicas}: a step has a part of the batch; search its learning rate with tune"

@@ -93,6 +93,9 @@ def _sizes(draft: Draft) -> None:
     elif "model.ffn_hidden_size" not in draft.fields and isinstance(hidden, int):
         gated = int(4 * hidden * 2 / 3 / 64) * 64  # as Megatron-LM does
         draft.put("model.ffn_hidden_size", gated if facts.activation == "swiglu" else 4 * hidden)
+    multiple, tp = "model.make_vocab_size_divisible_by", draft.get("parallel.tensor_model_parallel_size", 1)
+    if isinstance(draft.get(multiple), int) and isinstance(tp, int):
+        draft.replace(multiple, draft.get(multiple) * tp)  # Megatron-LM pads to a multiple for each rank
     if facts.grouped:
         draft.put("model.num_query_groups", draft.get("model.num_query_groups", 1), "grouped")
     if facts.rope_scaling:

@@ -67,10 +67,10 @@ def _trackers(given: Any) -> dict[str, Any] | None:
 
 
 def _warmup(given: Any) -> dict[str, Any]:
-    return {"warmup_share" if isinstance(given, float) and 0 < given < 1 else "warmup_steps": int_of(given)}
+    return {"warmup_share" if isinstance(given, float) and 0 < given < 1 else "warmup_steps": _whole(given)}
 
 
-def int_of(given: Any) -> Any:
+def _whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
@@ -150,7 +150,8 @@ _MEANINGLESS = {
     "training.seed decides the order of samples as well": "data_seed",
     _JOB: """
         local_rank use_cpu no_cuda use_mps_device ddp_* accelerator_config fsdp_* tpu_* mp_parameters
-        ray_scope past_index split_batches
+        ray_scope past_index split_batches dispatch_batches torchdynamo xpu_backend sharded_ddp
+        use_legacy_prediction_loop
     """,
     "its settings are those of the JSON that it names: give that file as well": "deepspeed",
     _LOADER: """

@@ -23,7 +23,7 @@ MODEL_ARGS=(
     --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
     --normalization RMSNorm --norm-epsilon 1e-6
     --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights
+    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 32
     --attention-dropout 0.0 --hidden-dropout 0.0
     --use-flash-attn
 )
