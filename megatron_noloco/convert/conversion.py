@@ -70,9 +70,8 @@ def convert(
     settings = {setting: value for path in paths for setting, value in read(path).items()}
     rest = _rest(base) if base else {}
     draft = Draft(settings)
-    draft.fields = {
-        f"parallel.{name}": size for name, size in rest.get("parallel", {}).items()
-    } | draft.fields
+    layout = {f"parallel.{name}": size for name, size in rest.get("parallel", {}).items()}
+    draft.fields = layout | draft.fields
     settle_model(draft)
     dp = settle_layout(draft, world_size, replicas)
     batch = settle_batch(draft, dp)
@@ -130,11 +129,9 @@ def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
 
 def _in_order(block: Any, names: Iterable[str]) -> Any:
     """Return the values of a block in this order, further values at the end; any other value as it is."""
-    return (
-        {**{name: block[name] for name in names if name in block}, **block}
-        if isinstance(block, dict)
-        else block
-    )
+    if not isinstance(block, dict):
+        return block
+    return {name: block[name] for name in names if name in block} | block
 
 
 def _check(draft: Draft, content: dict[str, Any], base: Path | None) -> None:

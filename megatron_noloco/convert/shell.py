@@ -39,24 +39,13 @@ _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
 _HERE_DOCUMENT = re.compile(r"<<-?\s*(['\"]?)(\w+)\1([^\n]*\n).*?\n\s*\2(?=\n|$)", re.DOTALL)
 _REDIRECTION = re.compile(r"[0-9&]?>|<|\||2>&1")
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case", "function"), ("fi", "done", "esac", "}")
-_BETWEEN = (
-    "then",
-    "else",
-    "elif",
-    "do",
-    "export",
-    "local",
-    "readonly",
-    "declare",
-    "eval",
-    "exec",
-    "nohup",
-    "{",
-)
+_BETWEEN = ("then", "else", "elif", "do", "{")
+_BEFORE = ("export", "local", "readonly", "declare", "eval", "exec", "nohup")
 _DEPENDS = "depends on a condition"
 _PRINTING = ("echo", "printf")
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _BREAK = "\x1f"  # inside a word that a variable divides into several
+_EMPTY = "\ue002"  # a word of quotes with nothing between
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 
 
@@ -117,7 +106,7 @@ class Script:
         while found := _TOKEN.match(self._text, place):
             kind, place = found.lastgroup or "", found.end()
             if kind == "comment" and current is not None:
-                found, kind, place = found, "plain", found.start() + 1
+                kind, place = "plain", found.start() + 1
             if kind in ("space", "end", "redirect", "comment", "bracket"):
                 if kind == "bracket" and found[0] == "(" and current is not None and current.endswith("="):
                     self._carry_out(words, line, conditional)
@@ -133,7 +122,7 @@ class Script:
                     words, conditional = [], found[0] in ("&&", "||")
             else:
                 piece = self._text[found.start()] if kind == "plain" else self._piece(found, line)
-                current = (current or "") + piece
+                current = (current or "") + (piece or _EMPTY * (kind in ("single", "double")))
             line += found[0].count("\n") if kind != "plain" else 0
         if place < len(self._text):
             raise UserError(f"line {line}: a quote begins here and does not end")
@@ -177,13 +166,13 @@ class Script:
         """Carry out the assignments at the beginning of a command, and keep its other words."""
         if conditional and words and words[0] in ("[", "[[") and self._branches:
             self._branches[-1] = None  # a condition of several parts
-        while words and words[0] in (*_OPENING, *_CLOSING, *_BETWEEN):
+        while words and words[0] in (*_OPENING, *_CLOSING, *_BETWEEN, *_BEFORE):
             self._enter(words)
             words = words[1:]
         if False in self._branches:
             return
         while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-            self._assign(words[0], [found[3].replace(_BREAK, " ")], line, conditional)
+            self._assign(words[0], [found[3].replace(_BREAK, " ").replace(_EMPTY, "")], line, conditional)
             words = words[1:]
         if words:
             self._commands.append(_divided(words))
@@ -229,8 +218,8 @@ class Script:
 def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each option, with underscores, and the words that follow it."""
     name, values = "", list[str]()
-    for word in (*words, ""):
-        if name and (_is_option(word) or _is_program(word) or not word):
+    for word in words:
+        if name and (_is_option(word) or _is_program(word)):
             yield name, values
             name = ""
         if _is_option(word):
@@ -238,6 +227,8 @@ def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             name, values = name.replace("-", "_"), [value] if value else []
         elif name:
             values.append(word.strip("'\""))
+    if name:
+        yield name, values
 
 
 def _is_option(word: str) -> bool:
@@ -253,7 +244,7 @@ def _is_program(word: str) -> bool:
 
 
 def _divided(words: Sequence[str]) -> list[str]:
-    return [part for word in words for part in word.split(_BREAK) if part]
+    return [part.replace(_EMPTY, "") for word in words for part in word.split(_BREAK) if part]
 
 
 def _shown(text: str) -> str:

@@ -41,15 +41,15 @@ def settle_layout(draft: Draft, world_size: int | None, replicas: int | None) ->
         draft.put("parallel.data_parallel_size", inside)
         draft.put("parallel.replicas", number)
         return number * inside if isinstance(number, int) and isinstance(inside, int) else None
-    wanted = (
-        replicas or (facts.replicate if (facts.replicate or 1) > 1 else None) or (nodes if nodes > 1 else dp)
-    )
-    if replicas and (dp % replicas or dp // replicas % ep):
-        inside = f", of which {ep} hold the experts" if ep > 1 else ""
+    copies = facts.replicate if (facts.replicate or 1) > 1 else nodes if nodes > 1 else dp
+    if dp % ep or (replicas and dp % (replicas * ep)):
+        inside = f" x {ep} ranks that divide the experts" if ep > 1 else ""
         raise UserError(
-            f"{dp} data-parallel ranks do not divide into {replicas} replicas{inside}; give another --replicas"
+            f"{dp} data-parallel ranks do not divide into {replicas or 1} replicas{inside}; give another "
+            f"{'--replicas' if replicas else '--world-size'}"
         )
-    fitting = next((n for n in range(min(wanted, dp), 0, -1) if dp % n == 0 and dp // n % ep == 0), 1)
+    wanted = min(replicas or copies, dp // ep)
+    fitting = next(number for number in range(wanted, 0, -1) if dp % (number * ep) == 0)
     names = ("nodes", "ranks_per_node", "replicate", "shard")
     draft.put("parallel.replicas", fitting, *names)
     draft.put("parallel.data_parallel_size", dp // fitting, *names)

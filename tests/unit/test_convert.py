@@ -227,6 +227,7 @@ def test_the_trainer_fills_in_what_deepspeed_leaves_to_it(folder: Path) -> None:
         ("A=(1 '2 3')\npython x.py --a ${A[@]} --b \"${A[@]}\"", {"a": [1, 2, 3], "b": [1, "2 3"]}),
         ("A+=' --b'\npython x.py --a 1 $A", {"a": 1, "b": True}),
         ("python x.py --a 1 \\\n  --b 2 # --c 3", {"a": 1, "b": 2}),
+        ("A=''\npython x.py --a \"\" $A --b", {"a": "", "b": True}),
         ("python x.py --a ${B:-5} --b x#y", {"a": 5, "b": "x#y"}),
         ("if [ 2 -gt 1 ]; then A=1; else A=2; fi\npython x.py --a $A", {"a": 1}),
         ("cat <<EOT > f\nit's --a 1\nEOT\npython x.py --b 2 > log", {"b": 2}),
@@ -352,6 +353,8 @@ def test_the_rest_may_be_a_part_of_a_config(folder: Path, tmp_path: Path) -> Non
 
 def test_ranks_that_do_not_divide_are_refused(folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "run.json"
+    experts = "3 data-parallel ranks do not divide into 1 replicas x 2 ranks that divide the experts"
+    assert experts in refusal_of("convert", folder / "mixture.txt", "--world-size", 3, "--output", output)
     for number, advice in (
         ("7", "7 ranks do not divide by tensor x pipeline parallel sizes = 2"),
         ("6", "16 samples"),

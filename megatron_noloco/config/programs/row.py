@@ -66,7 +66,7 @@ class Program:
     def row(self, name: str) -> Row | None:
         """Return the row of a setting; None for a name that the program does not have.
 
-        A name with one of several letters wrong is none that a * stands for.
+        A name that is almost one without * is a misspelling, and none that a * stands for.
         """
         name = name.lower()
         if name in self.words:
