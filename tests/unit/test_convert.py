@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +17,20 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.programs import MEGATRON, PROGRAMS, Carried
+from megatron_noloco.config.programs import (
+    DEEPSPEED,
+    HUGGING_FACE,
+    MEGATRON,
+    PROGRAMS,
+    TORCHTITAN,
+    Carried,
+    Program,
+)
 from megatron_noloco.convert.conversion import Conversion, convert
 from megatron_noloco.convert.given import literal, read
 from megatron_noloco.convert.shell import Script, options
 from megatron_noloco.engine.schedules import rates_in
+from megatron_noloco.errors import UserError
 from tests.harness import call_here, refusal_of
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
@@ -124,6 +135,37 @@ def test_no_argument_is_lost(drawn: dict[str, str]) -> None:
         conversion = convert([path], world_size=8)
         assert sorted(account(conversion)) == sorted(read(path))
         assert drawn.keys() <= {setting.name for setting in (*conversion.meaningless, *conversion.no_equal)}
+
+
+ENDINGS = {DEEPSPEED: "json", HUGGING_FACE: "json", TORCHTITAN: "toml", MEGATRON: "yaml"}
+CARRIED = [
+    (program, word)
+    for program in ENDINGS
+    for word, row in program.words.items()
+    if isinstance(row, Carried) and "*" not in word
+]
+VALUES = st.sampled_from(
+    [None, True, False, -1, 0, 1, 3, 0.5, 1e300, "", "x", "auto", "cosine", [], [1], {}, {"a": 1}]
+)
+
+
+@pytest.mark.parametrize("program", ENDINGS, ids=lambda program: program.name)
+@given(st.data())
+def test_any_values_become_a_config_or_lines(program: Program, data: st.DataObject) -> None:
+    words = st.sampled_from([word for owner, word in CARRIED if owner is program])
+    nested: dict[str, Any] = {}
+    for word, value in data.draw(st.dictionaries(words, VALUES, min_size=1, max_size=12)).items():
+        *blocks, name = word.split(".")
+        block = nested
+        for part in blocks:
+            block = block.setdefault(part, {})
+        block[name] = value
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tomllib, "loads", json.loads)
+        path = Path(folder) / f"drawn.{ENDINGS[program]}"
+        path.write_text(json.dumps(nested))
+        with suppress(UserError):
+            assert sorted(account(convert([path], BASE))) == sorted(read(path))
 
 
 def test_settings_of_public_recipes_are_known() -> None:
