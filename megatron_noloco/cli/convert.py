@@ -9,9 +9,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import write_text, writing
 
 _MORE = """Reads a DeepSpeed JSON, the arguments of Megatron-LM's pretrain_gpt.py (a shell script, of which
-nothing is run, a file of arguments, or YAML), a TOML of torchtitan, or Hugging Face's TrainingArguments (JSON or
-YAML). Several files are read together: a DeepSpeed JSON takes its "auto" from the TrainingArguments. Each setting
-is carried over, or named with its other name here, the reason why it has no meaning, or what to do instead."""
+nothing is run, a file of arguments, or YAML), a TOML of torchtitan, or Hugging Face's TrainingArguments (JSON,
+YAML, or a script). Several files are read together: a DeepSpeed JSON takes its "auto" from the TrainingArguments.
+Each setting is carried over, or named with its other name here, why it has no meaning, or what to do instead."""
 
 
 def add_commands(commands: Commands) -> None:

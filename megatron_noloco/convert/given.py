@@ -18,7 +18,7 @@ _READ = {
     "JSON": (DEEPSPEED, HUGGING_FACE),
     "TOML": (TORCHTITAN,),
     "YAML": (HUGGING_FACE, MEGATRON),
-    "arguments": (MEGATRON,),
+    "arguments": (MEGATRON, HUGGING_FACE),
 }
 _MEGATRON_BLOCKS = (
     "language_model",

@@ -33,7 +33,7 @@ def settle_layout(draft: Draft, world_size: int | None, replicas: int | None) ->
     if tp == 1:
         draft.drop("parallel.sequence_parallel", "it has a meaning only with tensor parallelism")
     nodes = facts.nodes or 1
-    ranks = world_size or (nodes * facts.ranks_per_node if facts.ranks_per_node else None)
+    ranks = world_size or facts.ranks or (nodes * facts.ranks_per_node if facts.ranks_per_node else None)
     dp = _data_parallel_ranks(draft, ranks, tp * pp)
     if dp is None:
         inside = draft.get("parallel.data_parallel_size", ep)
@@ -50,7 +50,7 @@ def settle_layout(draft: Draft, world_size: int | None, replicas: int | None) ->
         )
     wanted = min(replicas or copies, dp // ep)
     fitting = next(number for number in range(wanted, 0, -1) if dp % (number * ep) == 0)
-    names = ("nodes", "ranks_per_node", "replicate", "shard")
+    names = ("nodes", "ranks_per_node", "ranks", "replicate", "shard")
     draft.put("parallel.replicas", fitting, *names)
     draft.put("parallel.data_parallel_size", dp // fitting, *names)
     return dp

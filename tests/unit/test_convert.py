@@ -47,6 +47,7 @@ COMMANDS = [
     f"auto.json trainer.yaml --config {BASE.name}",
     f"pretrain.json --config {BASE.name}",
     f"finetune.yaml --config {BASE.name}",
+    "run_clm.sh --config quickstart.json",
     "llama.sh",
     "mixture.txt --world-size 8 --replicas 2",
     "gpt.yaml --world-size 4",

@@ -25,6 +25,7 @@ class Facts(Settings):
     global_batch_size: Positive | None = field(None, _BATCH)
     nodes: Positive | None = field(None, _RANKS)
     ranks_per_node: Positive | None = field(None, _RANKS)
+    ranks: Positive | None = field(None, _RANKS)
     replicate: Positive | None = field(None, "parallel.replicas")
     shard: int | None = field(None, "parallel.data_parallel_size", ge=-1)
     virtual_layers: Positive | None = field(

@@ -2,7 +2,7 @@
 
 from math import log2
 
-from megatron_noloco.config.programs.row import Carried, Program, Words, same, table
+from megatron_noloco.config.programs.row import Carried, Program, Words, launcher, same, table
 
 _CORE = "Megatron-core computes the same numbers; the fastest way here is chosen"
 _REDUCE = "gradients are reduced once, after all microbatches, and weights are gathered once"
@@ -137,10 +137,7 @@ _CARRIED: Words = {
     "num_virtual_stages_per_pipeline_rank": Carried("parallel.virtual_pipeline_model_parallel_size"),
     "virtual_pipeline_model_parallel_size": Carried("parallel.virtual_pipeline_model_parallel_size"),
     "num_layers_per_virtual_pipeline_stage": Carried("facts.virtual_layers"),
-    "nproc_per_node": Carried("facts.ranks_per_node"),
-    "num_gpus": Carried("facts.ranks_per_node"),
-    "nnodes": Carried("facts.nodes"),
-    "num_nodes": Carried("facts.nodes"),
+    **launcher(),
     "data_path": Carried("data.data_path", lambda v: list(map(str, v)) if isinstance(v, list) else str(v)),
     "train_data_path": Carried(
         "data.train_data_path", lambda v: list(map(str, v)) if isinstance(v, list) else v
@@ -185,8 +182,8 @@ _MEANINGLESS = {
         check_for_nan_in_loss_and_grad enable_one_logger
     """,
     _CORE: """
-        attention_backend moe_router_dtype use_flash_attn* no_masked_softmax_fusion no_bias_*_fusion no_rope_fusion
-        cross_entropy_* use_mcore_models use_legacy_models no_persist_layer_norm onnx_safe
+        attention_backend moe_router_dtype use_flash_attn* no_masked_softmax_fusion no_bias_*_fusion
+        no_rope_fusion cross_entropy_* use_mcore_models use_legacy_models no_persist_layer_norm onnx_safe
         persist_layer_norm no_gradient_accumulation_fusion attention_softmax_in_fp32
         no_query_key_layer_scaling moe_grouped_gemm moe_use_legacy_grouped_gemm moe_token_dispatcher_type
         moe_permute_fusion moe_router_fusion moe_per_layer_logging moe_shared_expert_overlap
@@ -209,8 +206,7 @@ _MEANINGLESS = {
         overlap_cpu_optimizer_d2h_h2d no_pin_cpu_*
     """,
     "a resumed run takes the rates of its config": """
-        override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_opt_param-scheduler
-        use_checkpoint_opt_param-scheduler no_load_lr_state
+        override_opt_param_scheduler use_checkpoint_opt_param_scheduler no_load_lr_state
     """,
     "each token of a sample without padding counts the same": "calculate_per_token_loss",
     "steps that are not finite are always skipped and counted (docs/optimizers.md)": """
@@ -240,16 +236,14 @@ _MEANINGLESS = {
         memory_centric_tiled_linear tile_factor
     """,
     _JOB: """
-        node_rank master_addr master_port rdzv_* standalone max_restarts tee log_dir hostfile include
-        exclude launcher local_rank ddp_impl no_contiguous_buffers_in_local_ddp distributed_backend
-        distributed_timeout_* nccl_* use_nccl_ub use_sharp sharp_* disable_gloo_*
-        high_priority_stream_groups use_tp_pp_dp_mapping replication* inprocess_*
-        use_same_sampling_seed_across_dp_ranks enable_ft_package calc_ft_timeouts ft_*
-        initialize_socket_comms lazy_mpu_init use_cpu_initialization disable_symmetric_registration
-        create_all_gather_group fake_process_group manual_gc* no_manual_gc_eval empty_unused_memory_level
-        data_parallel_random_init perform_initialization no_initialization train_sync_interval
-        adlr_autoresume* exit_signal_handler* kill_switch_file deepspeed deepspeed_config deepspeed_mpi
-        deepscale* use_pin_memory force_multi no_python module user
+        local_rank ddp_impl no_contiguous_buffers_in_local_ddp distributed_backend distributed_timeout_*
+        nccl_* use_nccl_ub use_sharp sharp_* disable_gloo_* high_priority_stream_groups
+        use_tp_pp_dp_mapping replication* inprocess_* use_same_sampling_seed_across_dp_ranks
+        enable_ft_package calc_ft_timeouts ft_* initialize_socket_comms lazy_mpu_init
+        use_cpu_initialization disable_symmetric_registration create_all_gather_group fake_process_group
+        manual_gc* no_manual_gc_eval empty_unused_memory_level data_parallel_random_init
+        perform_initialization no_initialization train_sync_interval adlr_autoresume* exit_signal_handler*
+        kill_switch_file deepspeed deepspeed_config deepspeed_mpi deepscale* use_pin_memory
     """,
     "rotary embeddings know differences of positions only, so documents are told apart by "
     "data.reset_attention_mask alone; leave it out": "reset_position_ids",

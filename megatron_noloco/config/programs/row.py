@@ -105,3 +105,21 @@ def table(carried: Words, meaningless: Mapping[str, str], no_equal: Mapping[str,
 def within(block: str, words: Words) -> Words:
     """Return the rows of a block's settings, by their names outside of it."""
     return {f"{block}.{name}": row for name, row in words.items()}
+
+
+def launcher() -> Words:
+    """Return the rows of the options of torchrun, `deepspeed` and `accelerate launch`."""
+    why = "it is for the launcher of the other program; docs/launchers.md has those here"
+    names = """
+        node_rank master_addr master_port rdzv_* standalone max_restarts tee log_dir hostfile include exclude
+        launcher no_python module user force_multi config_file machine_rank main_process_* multi_gpu
+        num_cpu_threads_per_process use_deepspeed
+    """
+    counts = {
+        "facts.ranks_per_node": "nproc_per_node num_gpus",
+        "facts.nodes": "nnodes num_nodes num_machines",
+        "facts.ranks": "num_processes",
+    }
+    return table(
+        {name: Carried(fact) for fact, words in counts.items() for name in words.split()}, {why: names}, {}
+    )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_noloco.config.programs.row import Carried, Program, Words, same, table
+from megatron_noloco.config.programs.row import Carried, Program, Words, launcher, same, table
 
 _HUB = "megatron-noloco export writes a Hugging Face folder; `hf upload` publishes it"
 _LOG = "metrics.jsonl, the log, watch and report have a run's numbers (docs/watching.md)"
@@ -75,6 +75,7 @@ def _whole(given: Any) -> Any:
 
 
 _CARRIED: Words = {
+    **launcher(),
     "output_dir": Carried("training.output_dir"),
     "per_device_train_batch_size": Carried("train_micro_batch_size_per_gpu"),
     "per_gpu_train_batch_size": Carried("train_micro_batch_size_per_gpu"),
@@ -118,6 +119,9 @@ _CARRIED: Words = {
     ),
     "packing": Carried("data.sft_packing"),
     "train_file": Carried("data.text"),
+    "mixed_precision": Carried(
+        "", {"bf16": {"bf16.enabled": True}, "fp16": {"fp16.enabled": True}, "no": None}
+    ),
 }
 
 _MEANINGLESS = {
@@ -156,9 +160,9 @@ _MEANINGLESS = {
     "its settings are those of the JSON that it names: give that file as well": "deepspeed",
     _LOADER: """
         dataloader_* remove_unused_columns train_sampling_strategy group_by_length length_column_name
-        dataset_num_proc preprocessing_num_workers dataset_batch_size shuffle max_samples overwrite_cache
-        dataset_kwargs dataset_config* dataset_*_split dataset_train_split dataset_test_split
-        dataset_splits streaming dataset_dir
+        dataset_num_proc preprocessing_num_workers dataset_batch_size shuffle max_samples
+        max_train_samples max_eval_samples keep_linebreaks overwrite_cache dataset_kwargs dataset_config*
+        dataset_*_split dataset_train_split dataset_test_split dataset_splits streaming dataset_dir
     """,
     _TOKENIZED: """
         chat_template* assistant_only_loss completion_only_loss eos_token pad_token dataset_text_field
@@ -171,6 +175,8 @@ _MEANINGLESS = {
 }
 
 _NO_EQUAL = {
+    "data.split says which part of data.text is for validation": "validation_file validation_split_percentage",
+    "model.family and the sizes are those of --config": "model_type config_overrides",
     _DATA: "dataset_name dataset_mixture dataset_mixer datasets dataset dataset_id",
     "training.train_iters counts local steps: one pass over the data is the line `data:` of "
     "config --check": "num_train_epochs=3.0",
