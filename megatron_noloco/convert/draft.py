@@ -54,14 +54,19 @@ class Draft:
     def drop(self, prefix: str, why: str) -> None:
         """Leave out the fields of this name or block, which would have no meaning."""
         for field in [name for name in self.fields if name == prefix or name.startswith(f"{prefix}.")]:
+            self.why |= dict.fromkeys(self._behind(field), why)
             del self.fields[field]
             self.defaults.pop(field, None)
-            self.why |= dict.fromkeys(self.sources.get(field, ()), why)
 
     def advise(self, field: str, advice: str) -> None:
         """Say of the settings of a field that they have no equal, and what to do."""
-        default = [self.defaults[field]] if field in self.defaults else []
-        self.advice |= dict.fromkeys(self.sources.get(field, default), advice)
+        self.advice |= dict.fromkeys(self._behind(field), advice)
+
+    def _behind(self, field: str) -> list[Setting]:
+        """Return the settings, or else the default, that a field comes from or follows from."""
+        names = [field, *(fact for fact, fields in self._becomes.items() if field in fields)]
+        given = [setting for name in names for setting in self.sources.get(name, ())]
+        return given or [self.defaults[name] for name in names if name in self.defaults]
 
     def where(self, field: str) -> str:
         """Return the setting that a field comes from, for the beginning of a line; "" if none gives it."""

@@ -59,13 +59,13 @@ def _family(draft: Draft) -> None:
     names = ("activation", "normalization", "biases", "qkv_biases", "qk_norm", "position")
     draft.put("model.family", family, *names)
     of_llamas = family != "starcoder2"
+    activation, normalization = ("swiglu", "RMSNorm") if of_llamas else ("gelu", "LayerNorm")
+    biases = "no biases" if of_llamas else "biases on its linear layers"
     differences = {
         "position": facts.position != "rope" and "rotary embeddings",
-        "activation": (facts.activation == "swiglu") != of_llamas and ("SwiGLU" if of_llamas else "GELU"),
-        "normalization": (facts.normalization == "RMSNorm") != of_llamas
-        and ("RMSNorm" if of_llamas else "LayerNorm"),
-        "biases": (facts.biases is not False) == of_llamas
-        and ("no biases" if of_llamas else "biases on its linear layers"),
+        "activation": (facts.activation or "gelu") != activation and activation,
+        "normalization": facts.normalization != normalization and normalization,
+        "biases": (facts.biases is not False) == of_llamas and biases,
         "qkv_biases": facts.qkv_biases and family != "qwen2" and "other biases",
         "qk_norm": facts.qk_norm and not family.startswith("qwen3") and "no norms on queries and keys",
     }

@@ -241,6 +241,22 @@ def test_deepspeed_and_megatron_may_say_the_same(folder: Path, tmp_path: Path) -
     assert "llama.sh: clip_grad says 1.0; both are gradient_clipping here, give one of them" in line
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("squared_relu: true", "squared_relu"),
+        ("normalization: RMSNorm\nactivation_func: gelu", "activation_func"),
+        ("qk_layernorm: true", "disable_bias_linear"),
+        ("use_rope_scaling: true", "use_rope_scaling"),
+    ],
+)
+def test_a_model_that_no_family_has_is_told(change: str, field: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpt.yaml"
+    path.write_text(f"{(FILES / path.name).read_text()}{change}\n")
+    told = {setting.name for setting in convert([path], world_size=4).no_equal}
+    assert field in told
+
+
 def test_weights_and_biases_is_on_only_where_a_file_says_so(tmp_path: Path) -> None:
     def wandb(options: str) -> Any:
         path = tmp_path / "arguments"
