@@ -12,7 +12,7 @@ from megatron_noloco.errors import UserError
 MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SCHEDULE = ("warmup_steps", "warmup_share", "warmup_samples", "warmup_tokens")
 _HORIZON = ("schedule_steps", "schedule_samples", "schedule_tokens")
-_DECAY = ("decay_steps", "decay_samples", "decay_share", "decay_type", "schedule")
+_DECAY = ("decay_steps", "decay_samples", "decay_share", "decay_type")
 
 
 def settle_layout(draft: Draft, world_size: int | None, replicas: int | None) -> int | None:
@@ -149,33 +149,27 @@ def settle_schedule(draft: Draft, steps: int | None, batch: int | None) -> None:
     facts = draft.facts
     if "scheduler.type" in draft.fields:
         _fill_deepspeed_schedule(draft, steps, batch)
-        for name in (*_SCHEDULE, *_HORIZON, *_DECAY, "min_lr", "min_ratio"):
+        for name in ("schedule", *_SCHEDULE, *_HORIZON, *_DECAY, "min_lr", "min_ratio"):
             draft.drop(f"facts.{name}", "the scheduler of DeepSpeed's JSON holds")
         return
-    kind = facts.schedule or ("linear" if facts.decay_type or facts.decay_share else None)
-    if kind is None:
+    if not (facts.schedule or facts.decay_type or facts.decay_share):
         return
     total = _amount(draft, _HORIZON, batch) or steps
     if total is None:
         raise UserError(
-            "training.train_iters is missing: the schedule of the learning rate needs it; add --config FILE"
+            "training.train_iters is missing, which the schedule needs; add --config FILE with it"
         )
     warmup = _warmup(draft, total, batch)
-    if kind == "constant":
-        draft.put("scheduler", None, "schedule")
-        if warmup:
-            params = {"warmup_num_steps": warmup, "warmup_type": "linear"}
-            draft.put("scheduler", {"type": "WarmupLR", "params": params}, "schedule", *_SCHEDULE)
+    if facts.schedule == "constant":
+        constant = {"type": "WarmupLR", "params": {"warmup_num_steps": warmup, "warmup_type": "linear"}}
+        draft.put("scheduler", constant if warmup else None, "schedule", *_SCHEDULE)
         return
-    decay = _amount(draft, ("decay_steps", "decay_samples"), batch)
-    if facts.decay_share is not None:
-        decay = round(total * facts.decay_share)
-    if kind == "WSD" and (decay is None or facts.decay_type is None):
-        raise UserError(
-            f"{draft.where('facts.schedule')}: WSD needs the steps of its decay, and its kind: linear, cosine or "
-            "1 - sqrt; Megatron-LM's exponential default has no equal here"
-        )
-    decay = total - warmup if decay is None else min(decay, total - warmup)
+    names = ["schedule", *_SCHEDULE, *_HORIZON, "min_lr", "min_ratio"]
+    decay, kind = total - warmup, str(facts.schedule)
+    if kind not in ("linear", "cosine"):
+        names += _DECAY
+        decay = min(_decay(draft, total, batch), decay)
+        kind = facts.decay_type or "linear"
     if decay < 1:
         raise UserError(
             f"{_first(draft, _SCHEDULE)}: a warm-up of {warmup} local steps leaves none of the schedule's {total}"
@@ -184,11 +178,22 @@ def settle_schedule(draft: Draft, steps: int | None, batch: int | None) -> None:
         "total_num_steps": "auto" if total == steps and not _amount(draft, _HORIZON, batch) else total,
         "warmup_num_steps": warmup,
         "decay_num_steps": decay,
-        "decay_type": facts.decay_type or ("cosine" if kind == "cosine" else "linear"),
+        "decay_type": kind,
         "min_ratio": _lowest(draft),
     }
-    names = (*_SCHEDULE, *_HORIZON, *_DECAY, "min_lr", "min_ratio")
     draft.put("scheduler", {"type": "WSD", "params": params}, *names)
+
+
+def _decay(draft: Draft, total: int, batch: int | None) -> int:
+    """Return the local steps in which the rate decays after a stable phase."""
+    facts = draft.facts
+    steps = _amount(draft, ("decay_steps", "decay_samples"), batch)
+    if facts.schedule == "WSD" and (steps is None or facts.decay_type is None):
+        raise UserError(
+            f"{draft.where('facts.schedule')}: WSD needs the steps of its decay, and its kind: linear, cosine or "
+            "1 - sqrt; Megatron-LM's exponential default has no equal here"
+        )
+    return steps or (total if facts.decay_share is None else round(total * facts.decay_share))
 
 
 def _amount(draft: Draft, names: Iterable[str], batch: int | None) -> int | None:

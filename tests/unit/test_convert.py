@@ -213,6 +213,17 @@ def test_a_schedule_has_the_rates_of_megatron(folder: Path) -> None:
         assert rate == pytest.approx(expected, rel=1e-6), step
 
 
+def test_what_is_of_another_schedule_has_no_effect(tmp_path: Path) -> None:
+    path = tmp_path / "arguments"
+    text = (FILES / "mixture.txt").read_text()
+    path.write_text(text.replace("--lr-decay-style=WSD", "--lr-decay-style=cosine"))
+    conversion = convert([path], world_size=8)
+    params = conversion.content["scheduler"]["params"]
+    assert (params["decay_type"], params["decay_num_steps"]) == ("cosine", 18)
+    unused = {setting.name for setting in conversion.meaningless}
+    assert {"lr_wsd_decay_samples", "lr_wsd_decay_style"} <= unused
+
+
 def load_config_of(conversion: Conversion) -> RunConfig:
     return RunConfig(**conversion.content)
 
