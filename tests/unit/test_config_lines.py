@@ -312,6 +312,13 @@ def test_settings_of_other_programs_lead_to_fields(program: Program) -> None:
     assert all(program.row(name) for name in program.defaults)
 
 
+def test_each_fact_comes_from_a_setting() -> None:
+    targets = {
+        row.target for program in PROGRAMS for row in program.words.values() if isinstance(row, Carried)
+    }
+    assert {f"facts.{name}" for name in Facts.model_fields} <= targets
+
+
 @pytest.mark.parametrize(
     ("theirs", "where"),
     [

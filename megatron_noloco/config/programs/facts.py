@@ -14,7 +14,6 @@ _FAMILY = "model.family decides it; leave it out"
 _FOLDER = "megatron-noloco import FOLDER writes the sizes; see docs/huggingface.md"
 _TOKENIZER = "data.tokenizer_model names a folder with tokenizer.json"
 _WHEN = "intervals are local steps: training.log_interval, checkpoint.save_interval, evaluation.interval"
-_SCALE = "fp16.initial_scale_power is its logarithm to base 2"
 
 When = Literal["no", "steps", "epoch"]
 
@@ -60,7 +59,6 @@ class Facts(Settings):
     beta2: Size | None = field(None, _PARAMS)
     sgd_momentum: Size | None = field(None, "optimizer.params.momentum")
     muon_momentum: Size | None = field(None, "optimizer.params.momentum")
-    initial_loss_scale: Positive | None = field(None, _SCALE)
 
     activation: Literal["gelu", "swiglu", "squared_relu", "quick_geglu"] | None = field(None, _FAMILY)
     normalization: Literal["LayerNorm", "RMSNorm"] | None = field(None, _FAMILY)
