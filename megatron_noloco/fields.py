@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin
@@ -183,6 +183,18 @@ def shown(value: Any) -> str:
     """Return a value as the user wrote it, cut when long; text in quotes, so that 'ten' is seen to be text."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`, `4 microbatches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def quoted(names: Sequence[str]) -> str:
+    """Return names as a list in words: `"a", "b" and "c"`."""
+    *others, last = (f'"{name}"' for name in names)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def expected_value(definition: FieldInfo) -> str:

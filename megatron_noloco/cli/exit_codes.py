@@ -17,7 +17,7 @@ _EXTRAS = {
     "federation": "cryptography",
     "bucket": "s3fs",
     "mpi": "mpi4py",
-    "huggingface": "transformers",
+    "huggingface": "transformers yaml",
     "report": "plotly",
     "data": "pyarrow",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, invite, preflight, reading, train, tune
+from megatron_noloco.cli import config, convert, data, huggingface, invite, preflight, reading, train, tune
 from megatron_noloco.cli.exit_codes import report
 from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.errors import UserError
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.add_commands(commands)
     config.add_commands(commands)
+    convert.add_commands(commands)
     preflight.add_commands(commands)
     tune.add_commands(commands)
     data.add_commands(commands)

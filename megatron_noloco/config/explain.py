@@ -3,18 +3,18 @@
 import difflib
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
-from megatron_noloco.config.names import names_of_others, quoted
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
+from megatron_noloco.config.programs import PROGRAMS, names_of_others
 from megatron_noloco.config.run_config import BLOCKS, RunConfig
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Path, dotted, expected_value, fields_of, shown
+from megatron_noloco.fields import Path, dotted, expected_value, fields_of, quoted, shown
 
 WIDTH = 100
 
@@ -32,14 +32,25 @@ def explain(only: str = "") -> str:
     """Return a text with every field: dotted name, what it accepts, default, and its meaning.
 
     Args:
-        only: the block ("noloco") or the field ("noloco.local_steps") to explain; "": all.
+        only: the block ("noloco") or the field ("noloco.local_steps") to explain, or a setting of another program
+            ("lr_decay_style"); "": all fields.
 
     Raises UserError for a name that there is not.
     """
-    parts, known = [], [*BLOCKS, "optimizer", "scheduler"]
-    for section in _sections():
+    parts = _explained(_sections(), only) or _explained(_programs(), only)
+    if not parts:
+        fields = (dotted((*section.path, name)) for section in _sections() for name, *_ in section.fields)
+        near = difflib.get_close_matches(only, [*BLOCKS, "optimizer", "scheduler", *fields], 1)
+        blocks = f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
+        hint = f"did you mean {near[0]}?" if near else blocks
+        raise UserError(f"config --explain {only}: there is no such block or field; {hint}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _explained(sections: Iterable[Section], only: str) -> list[str]:
+    parts = []
+    for section in sections:
         named = [(dotted((*section.path, name)), takes, meaning) for name, takes, meaning in section.fields]
-        known += [name for name, _, _ in named]
         rows = [row for row in named if not only or f"{row[0]}.".startswith(f"{only}.")]
         if only and not rows:
             continue
@@ -49,12 +60,7 @@ def explain(only: str = "") -> str:
             lines.append(f"  {name:<{column}}{takes}")
             lines += _wrapped(meaning, " " * (column + 2))
         parts.append("\n".join(lines))
-    if not parts:
-        near = difflib.get_close_matches(only, known, 1)
-        blocks = f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
-        hint = f"did you mean {near[0]}?" if near else blocks
-        raise UserError(f"config --explain {only}: there is no such block or field; {hint}")
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def schema() -> str:
@@ -67,7 +73,7 @@ def schema() -> str:
 def as_markdown() -> str:
     """Return the same as a page with a table for each block."""
     parts = ["# Configuration", "One JSON object; `megatron-noloco config --explain` prints this page."]
-    for section in _sections():
+    for section in (*_sections(), *_programs()):
         parts += [f"## {section.title}", section.sentence]
         rows = [
             f"| `{name}` | {_cell(takes)} | {_cell(meaning)} |" for name, takes, meaning in section.fields
@@ -89,9 +95,16 @@ def _sections() -> Iterator[Section]:
         yield _section(params, f"optimizer.params of {types}", block, shared)
     for kind, block in SCHEDULES.items():
         yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
-    others = [(name, here, "") for name, here in names_of_others().items()]
-    sentence = "Names of Megatron, DeepSpeed, Hugging Face and DiLoCo, in small letters, and the fields here."
-    yield Section((), "Names in other programs", sentence, others)
+
+
+def _programs() -> Iterator[Section]:
+    """Yield the settings of other programs, and what each is here."""
+    for program in PROGRAMS:
+        others = [(name, here, "") for name, here in names_of_others(program)]
+        sentence = (
+            "Settings without the same name here, in small letters, * for any text; `convert` reads them."
+        )
+        yield Section((), f"Names of {program.name}", sentence, others)
 
 
 def _section(path: Path, title: str, block: type, elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]

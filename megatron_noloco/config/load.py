@@ -25,7 +25,7 @@ def load_config(path: str | Path, model: Mapping[str, Any] | None = None) -> Run
         model: fields of the block `model`, for a file that lacks one of its sizes.
     """
     try:
-        content = _read(Path(path))
+        content = read_content(Path(path))
         given = content.get("model", {})
         if model and isinstance(given, dict) and not given.keys() >= _SIZES:
             content["model"] = {**model, **given}
@@ -50,8 +50,8 @@ def saved_config(run: Mapping[str, Any]) -> RunConfig:
     raise UserError("\n".join(f"the checkpoint's config, of another version: {line}" for line in problems))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a file; raises UserError, with a line for each problem."""
+def read_content(path: Path) -> dict[str, Any]:
+    """Return the object in a file, unchecked; raises UserError, with a line for each problem."""
     try:
         written = path.read_bytes()
     except OSError as error:

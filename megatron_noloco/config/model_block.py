@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Positive, Scope, Settings, Size, field, offered_field
+from megatron_noloco.fields import Positive, Scope, Settings, Size, count, field, offered_field, quoted
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 

@@ -6,9 +6,8 @@ from itertools import chain
 from typing import Literal
 
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.names import count, quoted
 from megatron_noloco.errors import UserError
-from megatron_noloco.fields import Positive, Settings, field
+from megatron_noloco.fields import Positive, Settings, count, field, quoted
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
 from megatron_noloco.model.families import families_with
 from megatron_noloco.plans.topology import Topology

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 
-from megatron_noloco.config.names import count
 from megatron_noloco.config.optimizer_block import by_default
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.engine.schedules import rates_in
+from megatron_noloco.fields import count
 
 _EVALUATED = 1000  # local steps, besides those around the borders of a schedule's phases
 

@@ -28,10 +28,10 @@ from megatron_noloco.config.deepspeed_block import (
     ZeroConfig,
 )
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.names import hint_of
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.config.optimizer_block import check_schedule, schedule_as_deepspeed
 from megatron_noloco.config.parallel_block import ParallelConfig
+from megatron_noloco.config.programs import hint_of
 from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import fields_of, problems_of

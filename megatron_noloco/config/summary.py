@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from megatron_noloco.config.names import count
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import rates_in_words
 from megatron_noloco.config.round_memory import outer_vectors, rounds_at_a_time
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.engine.schedules import WSD
+from megatron_noloco.fields import count
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.stability import rounds_to_halve

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from megatron_noloco.config import RunConfig, explain, load_config
 from megatron_noloco.config.explain import _sections
-from megatron_noloco.config.names import ALIASES, names_of_others
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
+from megatron_noloco.config.programs import PROGRAMS, Carried, Facts, Program
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import fields_of
 from tests.unit.configs import FEDERATION, MISSING, edited
@@ -299,10 +299,24 @@ def test_explain_mentions_every_field() -> None:
             assert " ".join(field.description.split()) in words
 
 
-def test_names_in_other_programs_lead_to_fields_and_are_none() -> None:
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_settings_of_other_programs_lead_to_fields(program: Program) -> None:
     ours = {name for name, _ in fields_of(RunConfig)}
-    assert set(ALIASES.values()) <= ours
-    assert not names_of_others().keys() & ours
+    params = {name for block in (*OPTIMIZERS.values(), *SCHEDULES.values()) for name in block.model_fields}
+    known = {
+        *("", "facts", "optimizer.type", *ours, *(name.partition(".")[0] for name in ours)),
+        *(f"facts.{name}" for name in Facts.model_fields),
+        *(f"optimizer.params.{name}" for name in params),
+    }
+    assert {row.target for row in program.words.values() if isinstance(row, Carried)} <= known
+    assert all(program.row(name) for name in program.defaults)
+
+
+def test_each_fact_comes_from_a_setting() -> None:
+    targets = {
+        row.target for program in PROGRAMS for row in program.words.values() if isinstance(row, Carried)
+    }
+    assert {f"facts.{name}" for name in Facts.model_fields} <= targets
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Each test names the room of ours that has to be looked at.
 """
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -45,6 +46,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from pydantic import BaseModel
+from transformers import TrainingArguments
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.blocks import CheckpointConfig
@@ -55,8 +57,8 @@ from megatron_noloco.config.deepspeed_block import (
     Fp16Config,
     ZeroConfig,
 )
-from megatron_noloco.config.names import hint_of, names_of_others
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
+from megatron_noloco.config.programs import DEEPSPEED, HUGGING_FACE, PROGRAMS, hint_of
 from megatron_noloco.fields import Settings, fields_of
 from megatron_noloco.model.families import ROPE_CONSTANTS
 from megatron_noloco.model.layers import window
@@ -357,8 +359,22 @@ class TestConfig:
         """Of DeepSpeed's other keys none is taken for a misspelling of one that is allowed."""
         everywhere = [name for name, _ in fields_of(RunConfig)]
         known = {word for name in everywhere for word in name.split(".")}
-        for name in set(names) - known - names_of_others().keys():
+        theirs = {word.rpartition(".")[2] for program in PROGRAMS for word in program.words}
+        for name in set(names) - known - theirs:
             assert hint_of((name,), block.model_fields, everywhere) == "", name
+
+    def test_each_of_its_settings_has_a_row_for_convert(self) -> None:
+        blocks = {
+            "zero_optimization": zero_config.DeepSpeedZeroConfig,
+            "bf16": precision_config.DeepSpeedBF16Config,
+            "fp16": precision_config.DeepSpeedFP16Config,
+        }
+        names = [f"{block}.{name}" for block, model in blocks.items() for name in model.model_fields]
+        assert [name for name in names if DEEPSPEED.row(name) is None] == []
+
+    def test_each_training_argument_has_a_row_for_convert(self) -> None:
+        names = [field.name for field in dataclasses.fields(TrainingArguments)]
+        assert [name for name in names if HUGGING_FACE.row(name) is None] == []
 
     @pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
     def test_its_schedules_take_these_parameters(self, schedule: str) -> None:

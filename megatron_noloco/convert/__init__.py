@@ -1,0 +1,1 @@
+"""Conversion of files of other programs to a config: DeepSpeed, Megatron-LM, torchtitan, Hugging Face."""
