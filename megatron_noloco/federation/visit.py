@@ -12,7 +12,6 @@ from urllib.parse import quote
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.https_answers import MOST_PROBE_BYTES
 from megatron_noloco.federation.https_client import CONNECTION_ERRORS, Client, OtherRunError, why_not
-from megatron_noloco.federation.https_presence import LEASE_SECONDS
 from megatron_noloco.federation.https_server import PieceBody
 from megatron_noloco.federation.keys import VISITOR, Identity
 from megatron_noloco.federation.mesh import Member, Piece, RefusedError, StalledError, Status
@@ -57,17 +56,13 @@ class Visit:
     async def _take_statuses(self, client: Client, address: str) -> set[Member]:
         """Take all statuses; return who is there."""
         present = set[Member]()
-        async with aclosing(client.lines(address, None, "status?once")) as lines:
+        async with aclosing(client.statuses(address)) as lines:
             async for line in lines:
                 with suppress(ValueError, TypeError):
-                    if isinstance(seen := line.get("seen"), dict):
-                        present |= {
-                            Member.parse(name) for name, (age, _) in seen.items() if age < LEASE_SECONDS
-                        }
+                    if isinstance(names := line.get("present"), list):
+                        present |= set(map(Member.parse, names))
                     else:
-                        signed = SignedStatus.parse(line)
-                        present = present or {signed.member}  # the first is the job's own
-                        self._statuses.take(signed)
+                        self._statuses.take(SignedStatus.parse(line))
         return present
 
     def piece(self, giver: Member, name: str) -> bytes:
