@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
@@ -21,7 +20,6 @@ from megatron_noloco.federation.https_client import (
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
 from megatron_noloco.federation.https_server import (
     BULK_BYTES,
-    CHUNK_BYTES,
     Connection,
     receive,
     send,
@@ -31,14 +29,12 @@ from megatron_noloco.federation.keys import VISITOR
 from megatron_noloco.federation.mesh import (
     MOST_NAME_CHARACTERS,
     MOST_PIECE_BYTES,
-    PATIENCE_SECONDS,
     Member,
     RefusedError,
 )
 from megatron_noloco.federation.statuses import SignedStatus, object_in
 
 REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
-MOST_PROBE_BYTES = 2**25
 _POLL_SECONDS = 5.0
 _REPLACED = "a later process has your slot"
 
@@ -75,7 +71,7 @@ class Answers:
         return web.Response(status=500)
 
     async def _answered(self, request: web.BaseRequest) -> web.StreamResponse:
-        path, _, query = request.raw_path.partition("?")
+        path, _, _ = request.raw_path.partition("?")
         parts = path.split("/", 5)
         asker = _member_in(request.headers.get(MEMBER, ""))
         connection = request.protocol
@@ -100,8 +96,6 @@ class Answers:
             return self._tell()
         if parts[3:] == ["link"] and not is_get:
             return await self._link(request, asker)
-        if parts[3:] == ["probe"]:
-            return await (_give_probe(request, query) if is_get else _take_probe(request))
         if len(parts) != 6 or not is_name(name := unquote(parts[5])):
             return _refusal(404, "no such page")
         other, own = (parts[4], parts[3]) if is_get else (parts[3], parts[4])
@@ -199,33 +193,6 @@ class Answers:
             blob = await receive(request.content, size, note)
         self._mesh.receive(giver, name, blob)
         return web.Response()
-
-
-async def _give_probe(request: web.BaseRequest, query: str) -> web.StreamResponse:
-    count = query.removeprefix("bytes=")
-    if not (count.isascii() and count.isdecimal() and len(count) < 10 and int(count) <= MOST_PROBE_BYTES):
-        return _refusal(400, f"probe?bytes=N, at most {MOST_PROBE_BYTES}")
-    response = web.StreamResponse()
-    response.content_length = left = int(count)
-    await response.prepare(request)
-    noise = os.urandom(min(left, CHUNK_BYTES))
-    while left:
-        await send_chunk(noise[:left], response.write)
-        left -= min(left, CHUNK_BYTES)
-    return response
-
-
-async def _take_probe(request: web.BaseRequest) -> web.StreamResponse:
-    left = request.content_length
-    if left is None or left > MOST_PROBE_BYTES:
-        return _refusal(413, f"at most {MOST_PROBE_BYTES} bytes")
-    while left:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            chunk = await request.content.readany()
-        if not chunk:
-            raise ConnectionResetError
-        left -= len(chunk)
-    return web.Response()
 
 
 def _member_in(name: str) -> Member | None:

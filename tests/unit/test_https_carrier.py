@@ -23,7 +23,7 @@ from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
 from megatron_noloco.federation.statuses import Statuses
-from megatron_noloco.federation.visit import Visit
+from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
 
 RUN = 0x1234
@@ -305,7 +305,7 @@ def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptu
     rogue = Rogue(tls, 3)
     rogue.introduce(one)
     one.mesh.offer("large", bytes(2**25))
-    for path in (f"{one.me}/{rogue.me}/large", "probe?bytes=33000000", "status"):
+    for path in (f"{one.me}/{rogue.me}/large", "status"):
         for _ in range(3):
             opened = rogue.connect(one)
             opened.sendall(rogue.head("GET", path))
@@ -687,7 +687,7 @@ def test_garbage_ends_one_connection_only(world: World) -> None:
         with rogue.connect(one) as opened, suppress(OSError):
             opened.sendall(garbage)
             opened.recv(2**10)
-    for path in ("probe?bytes=99999999999", "probe?bytes=x", "a", "a/b/c", "status/x"):
+    for path in ("a", "a/b/c", "status/x"):
         assert rogue.request(one, "GET", path)[9:12] in (b"400", b"403", b"404")
     peer = world.add(1, [one])
     world.meet()
@@ -744,26 +744,18 @@ def tls_of(world: World) -> bool:
 # Visitors
 
 
-def test_a_visitor_reads_statuses_and_pieces_for_all(world: World) -> None:
+def test_a_visitor_reads_statuses(world: World) -> None:
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-    visit = Visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
-    assert set(visit.statuses()) == {one.me, other.me}
-    other.mesh.offer("for all", b"content" * 1000)
-    other.mesh.offer("for one", b"content", to=one.me)
-    assert visit.piece(other.me, "for all") == b"content" * 1000
-    with pytest.raises(RefusedError, match="another member's"):
-        visit.piece(other.me, "for one")
-    speed = visit.measure()
-    assert speed.rate > 0
-    assert speed.latency > 0
+    statuses, present = visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
+    assert {*statuses} == present == {one.me, other.me}
     with pytest.raises(ValueError, match=f"nobody answers at {nobody}: Connection refused"):
-        Visit(world.identity(MOST_SLOTS), RUN, [nobody]).statuses()
+        visit(world.identity(MOST_SLOTS), RUN, [nobody])
     with pytest.raises(ValueError, match="is of another run"):
-        Visit(world.identity(MOST_SLOTS), RUN + 1, [one.address]).statuses()
+        visit(world.identity(MOST_SLOTS), RUN + 1, [one.address])
     assert one.sees(other)
 
 
