@@ -26,5 +26,5 @@ which alone is a member; the other ranks are *followers*. A round, a state, the 
 A leader has these threads: the training loop; "noloco-round", one for each round under way, which reads the
 weights' copy and writes the mean, never the weights; "noloco-state", which gives a copy of the state to others;
 "noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and those of the
-folder. Each rank of a replica of several has two more during a transfer, "noloco-gather".
+folder. A follower has two more during a transfer, "noloco-gather".
 """

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -36,6 +37,7 @@ from megatron_noloco.federation.statuses import SignedStatus, object_in
 
 REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
 _POLL_SECONDS = 5.0
+_MOST_TAKEN = 4  # pieces of bulk at a time, of one member
 _REPLACED = "a later process has your slot"
 
 
@@ -57,6 +59,7 @@ class Answers:
     ) -> None:
         self._links, self._digests, self._hear = links, digests, hear
         self._mesh, self._fail = links.mesh, fail
+        self._taking = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(_MOST_TAKEN))  # by slot
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; an error of the connection, or a piece that is withdrawn, ends the connection."""
@@ -155,7 +158,6 @@ class Answers:
         """Answer with a piece, once it is offered."""
         if self._is_replaced(taker):
             return _refusal(410, _REPLACED)
-        peer = self._links.peers.get(taker.slot)
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 piece = await asyncio.wrap_future(self._mesh.offers.wish(name, taker))
@@ -163,12 +165,11 @@ class Answers:
             return web.Response(status=204)
         except RefusedError as error:
             return _refusal(410, str(error))
-        async with peer.giving if peer is not None and piece.size > BULK_BYTES else nullcontext():
-            response = web.StreamResponse()
-            response.content_length = piece.size
-            await response.prepare(request)
-            await send(piece, response.write, lambda: self._mesh.note_bytes(taker))
-            return response
+        response = web.StreamResponse()
+        response.content_length = piece.size
+        await response.prepare(request)
+        await send(piece, response.write, lambda: self._mesh.note_bytes(taker))
+        return response
 
     async def _get(self, request: web.BaseRequest, giver: Member, name: str) -> web.StreamResponse:
         """Take a piece that is brought."""
@@ -189,7 +190,7 @@ class Answers:
                 raise ConnectionError("a later process has the slot")
             self._mesh.note_bytes(giver)
 
-        async with peer.taking if size > BULK_BYTES else nullcontext():
+        async with self._taking[giver.slot] if size > BULK_BYTES else nullcontext():
             blob = await receive(request.content, size, note)
         self._mesh.receive(giver, name, blob)
         return web.Response()

@@ -17,6 +17,7 @@
 """
 
 import asyncio
+import errno
 import socket
 import sys
 import threading
@@ -28,6 +29,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 from urllib.parse import quote
+
+import aiohttp
 
 from megatron_noloco.federation.https_answers import REFUSED, Answers, is_name
 from megatron_noloco.federation.https_client import (
@@ -41,7 +44,15 @@ from megatron_noloco.federation.https_client import (
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, MOST_WISHES, Link, Links, Peer
 from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
-from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
+from megatron_noloco.federation.mesh import (
+    PATIENCE_SECONDS,
+    Carrier,
+    Fetch,
+    Member,
+    Mesh,
+    Piece,
+    RefusedError,
+)
 
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
@@ -93,9 +104,6 @@ class HttpsCarrier(Carrier):
 
     def publish(self) -> None:
         self._soon(self._publish)
-
-    def learn(self) -> None:
-        self._soon(self._refresh_soon)
 
     def present(self) -> Collection[Member]:
         return self._links.present
@@ -211,8 +219,7 @@ class HttpsCarrier(Carrier):
     def _publish(self) -> None:
         self._links.publish()
         if self._seeds:
-            seeds = Seeds(self._links, self._client, self._seeds, self._spawn, self._refresh_soon)
-            self._spawn(seeds.look())
+            self._spawn(Seeds(self._links, self._client, self._seeds).look())
             self._seeds = ()
         self._refresh_soon()
 
@@ -242,8 +249,10 @@ class HttpsCarrier(Carrier):
             await self._hold(link, peer.slot, addresses[peer.tries % len(addresses)])
         except OtherRunError as error:
             self.mesh.warn(str(error))
-        except CONNECTION_ERRORS:
-            pass
+        except (ValueError, *CONNECTION_ERRORS) as error:
+            has_ended = getattr(error, "errno", None) == errno.ECONNREFUSED
+            if has_ended or isinstance(error, aiohttp.ClientConnectorCertificateError):
+                peer.refuse()
         finally:
             peer.dialling, link.task = None, None
             self._links.close(link)
@@ -251,15 +260,21 @@ class HttpsCarrier(Carrier):
 
     async def _hold(self, link: Link, slot: int, address: str) -> None:
         texts = self._links.texts(link)
-        async with self._client.request("PUT", address, slot, "link", "links", data=texts) as answer:
+        async with (
+            asyncio.timeout(PATIENCE_SECONDS) as limit,
+            self._client.request("PUT", address, slot, "link", "links", data=texts) as answer,
+        ):
             await self._client.check(answer)
             async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
                 signed = first_status(await anext(lines, {}), self.mesh.me)
+                if signed.member.slot != slot:
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "another member answers")
                 self._links.take(signed)
                 peer = self._links.peer_of(signed.member)
-                if peer is None or peer.slot != slot or not self._links.open(peer, link):
-                    raise ConnectionError("another member answers, or there is a link by now")
+                if peer is None or not self._links.open(peer, link):
+                    raise ConnectionError("there is a link by now")
                 peer.address = address
+                limit.reschedule(None)
                 await self._hear(link, lines)
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:

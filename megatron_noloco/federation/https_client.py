@@ -7,8 +7,9 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -38,9 +39,9 @@ CONNECTION_ERRORS = (
     asyncio.IncompleteReadError,
 )
 _CONNECT_SECONDS = 10.0
+_CLOSE_SECONDS = 0.5
 # To a member, by their use; 0: as many as are needed.
 _MOST_CONNECTIONS = {"links": 0, "bulk": 4, "pieces": 0, "small": 0}
-_CLOSE_SECONDS = 0.5
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
@@ -159,60 +160,39 @@ class Client:
 
 
 class Seeds:
-    """The search for members at addresses of the rendezvous.
+    """The search for members at addresses of the rendezvous, HOST:PORT."""
 
-    Args:
-        addresses: HOST:PORT.
-        spawn: runs a coroutine beside the others.
-        refresh: is called when members were found.
-    """
-
-    def __init__(
-        self,
-        links: Links,
-        client: Client,
-        addresses: Sequence[str],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        refresh: Callable[[], object],
-    ) -> None:
+    def __init__(self, links: Links, client: Client, addresses: Sequence[str]) -> None:
         self._links, self._client, self._addresses = links, client, addresses
-        self._spawn, self._refresh = spawn, refresh
-        self._own, self._visits = set[str](), set[str]()
         self._unanswered = dict[str, tuple[float, str]]()  # since when, and why
         self._has_answers = False
 
     async def look(self) -> None:
-        """Look for members, often while there are none."""
-        looks = 0
-        while True:
-            if not self._links.present or looks % _SELDOM == 0:
-                in_use = {peer.address for peer in self._links.peers.values() if peer.link is not None}
-                for address in set(self._addresses) - self._own - self._visits - in_use:
-                    self._spawn(self._visit(address))
-                self._warn_of_nobody()
-            looks += 1
-            await asyncio.sleep(_LOOK_SECONDS)
+        """Look for members, without end."""
+        await asyncio.gather(*map(self._look_at, set(self._addresses)))
 
-    async def _visit(self, address: str) -> None:
-        """Learn who answers at an address."""
-        self._visits.add(address)
-        try:
-            await self._meet(address)
-            self._has_answers = True
-            self._unanswered.pop(address, None)
-            self._refresh()
-        except OwnAddressError:
-            self._own.add(address)
-        except OtherRunError as error:
-            self._has_answers = True
-            self._links.mesh.warn(str(error))
-            await asyncio.sleep(RARE_SECONDS)
-        except CONNECTION_ERRORS as error:
-            since, _ = self._unanswered.get(address, (time.monotonic(), ""))
-            is_encrypted = self._links.statuses.identity is not None
-            self._unanswered[address] = since, await why_not(address, error, is_encrypted)
-        finally:
-            self._visits.discard(address)
+    async def _look_at(self, address: str) -> None:
+        """Look for members at an address, often while there are none."""
+        for looks in count():
+            peers = self._links.peers.values()
+            is_linked = any(peer.link is not None and peer.address == address for peer in peers)
+            if not is_linked and (not self._links.present or looks % _SELDOM == 0):
+                try:
+                    await self._meet(address)
+                    self._has_answers = True
+                    self._unanswered.pop(address, None)
+                except OwnAddressError:
+                    return
+                except OtherRunError as error:
+                    self._has_answers = True
+                    self._links.mesh.warn(str(error))
+                    await asyncio.sleep(RARE_SECONDS)
+                except CONNECTION_ERRORS as error:
+                    since, _ = self._unanswered.get(address, (time.monotonic(), ""))
+                    is_encrypted = self._links.statuses.identity is not None
+                    self._unanswered[address] = since, await why_not(address, error, is_encrypted)
+                    self._warn_of_nobody()
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _meet(self, address: str) -> None:
         async with aclosing(self._client.statuses(address)) as lines:
@@ -222,7 +202,7 @@ class Seeds:
         with suppress(ValueError):
             self._links.take(first)  # who waits for anybody knows all by now
         if (peer := self._links.peer_of(first.member)) is not None:
-            peer.seed = address
+            peer.seed, peer.dial_at = address, time.monotonic()  # it may not know of this one
 
     def _warn_of_nobody(self) -> None:
         now = time.monotonic()

@@ -1,20 +1,21 @@
 """Who is there, as one member sees it, and the link between two members: lines of JSON, both ways in one request.
 
 Each pair of members has one link, whoever can dial the other. Of two that both can, the one that was started later
-dials at once, since it knows of the other first. Who has opened the link *acts* in the pair: it brings what it
-offers, and asks for what it wants. The other one waits, or says what it wishes. A member without addresses is
-*hidden*: it cannot be dialled, so it opens all of its links.
+dials at once, since it knows of the other first; the other one waits for some seconds. Who has opened the link
+*acts* in the pair: it brings what it offers, and asks for what it wants. The other one waits, or says what it
+wishes. A member without addresses is *hidden*: it cannot be dialled, so it opens all of its links.
 
 | line of a link | says |
 |---|---|
 | a signed status | of the writing member; or of another member to which the reading one has no link |
 | {"known": {SLOT: [INCARNATION, NUMBER]}} | at first: which statuses the writing member has |
-| {"linked": {MEMBER: BOOLEAN}} | to whom it has links: at first all, then each change |
+| {"linked": {MEMBER: BOOLEAN}} | to whom it has links: at first all, then what has changed |
 | {"wish": {NUMBER: NAME}} | which pieces it wants of the reading member, which acts in this pair |
 | {} | that it lives |
 
-A member is there while this one has a link to it, or another one says that it has. An end of a link is a hint: it
-is opened again at once, and counts after a second.
+A member is there while this one has a link to it, or another one says that it has. An end of a link is a hint:
+both sides open it again at once. It counts after a second where nobody listens at the address of the other, or it
+has none, and else after the lease.
 """
 
 import asyncio
@@ -32,15 +33,14 @@ from megatron_noloco.federation.statuses import SignedStatus, addresses_in
 from megatron_noloco.settings import MOST_SLOTS
 
 LEASE_SECONDS = 10.0  # without a line, after which a link has ended
-PULSE_SECONDS = 3.0
+PULSE_SECONDS = 2.0
 MOST_WISHES = 256  # of a member
-_GRACE_SECONDS = 1.2  # for a link that has ended to be opened again
+_GRACE_SECONDS = 1.2  # for a link to be opened again by a member that is hidden, or seems to have ended
 _TURN_SECONDS = 3.0  # for a member that was started later to open the link
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries to open a link
 RARE_SECONDS = 30.0  # likewise, to a member that was absent for longer than
 _LONG_SECONDS = 300.0
 _LEAST_SECONDS = 1.0  # between two links
-_MOST_GIVEN, _MOST_TAKEN = 8, 4  # pieces of bulk at a time, with one member
 
 
 class Link:
@@ -52,9 +52,10 @@ class Link:
 
     Attributes:
         peer: None: it has not answered yet.
+        heard: when the last line has come.
         own: the own status that was sent last.
         known: the statuses that the other side has, by slot; None: it has not said so yet.
-        others: slots whose newest statuses it may lack.
+        others: slots whose newest statuses it may lack; they are sent with the next sign of life.
         told: members of whose links it was told; None: of none yet.
         has_told: whether it has told of its links.
         wishes: that it was told last, by number.
@@ -65,7 +66,8 @@ class Link:
     def __init__(self, is_own: bool, task: "asyncio.Task[Any] | None" = None) -> None:
         self.is_own, self.task = is_own, task
         self.peer: Peer | None = None
-        self.is_over, self.since = False, time.monotonic()
+        self.is_over = False
+        self.since = self.heard = time.monotonic()
         self.own: SignedStatus | None = None
         self.known: dict[int, tuple[int, int]] | None = None
         self.others = set[int]()
@@ -92,26 +94,24 @@ class Peer:
         link: None: there is none.
         acts: whether this member acts in the pair: it has opened the last link.
         unlinked: since when there is no link; when it became known, if there was none.
+        grace: seconds after that in which it counts as linked.
         linked: members to which it has links.
         address: that has answered last; "": none has.
         seed: an address of the rendezvous at which it has answered.
         dialling: the task that opens a link, or holds it.
         dial_at: when to open a link.
         tries: to open a link, since the last one.
-        giving, taking: places for bulk that others ask for, and bring; of all processes of the slot.
     """
 
-    def __init__(self, signed: SignedStatus, ends: float, dial_at: float, earlier: "Peer | None") -> None:
+    def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
         self.member, self.slot, self.ends = signed.member, signed.member.slot, ends
         self.link: Link | None = None
-        self.acts, self.was_linked = False, False
-        self.unlinked = time.monotonic()
+        self.acts = False
+        self.unlinked, self.grace = time.monotonic(), 0.0
         self.linked = set[Member]()
         self.address = self.seed = ""
         self.dialling: asyncio.Task[None] | None = None
         self.dial_at, self.tries = dial_at, 0
-        self.giving: asyncio.Semaphore = asyncio.Semaphore(_MOST_GIVEN) if earlier is None else earlier.giving
-        self.taking: asyncio.Semaphore = asyncio.Semaphore(_MOST_TAKEN) if earlier is None else earlier.taking
         self.update(signed)
 
     def update(self, signed: SignedStatus) -> None:
@@ -126,13 +126,18 @@ class Peer:
     @property
     def is_linked(self) -> bool:
         """Whether there is a link, or was until now."""
-        return self.link is not None or (
-            self.was_linked and time.monotonic() - self.unlinked < _GRACE_SECONDS
-        )
+        return self.link is not None or time.monotonic() - self.unlinked < self.grace
+
+    def refuse(self) -> None:
+        """Note that nobody listens at an address."""
+        self.grace = min(self.grace, _GRACE_SECONDS)
 
     def is_due(self) -> bool:
         """Return whether to open a link."""
-        is_open = self.link is not None or self.dialling is not None or self.signed.has_left
+        is_dialling = (
+            self.dialling is not None and not self.dialling.done()
+        )  # it may have ended before it began
+        is_open = self.link is not None or is_dialling or self.signed.has_left
         return not is_open and time.monotonic() >= self.dial_at and bool(self.addresses)
 
     def put_off(self) -> float:
@@ -194,12 +199,14 @@ class Links:
                 known.link.end()
             identity = self.statuses.identity
             ends = math.inf if identity is None else identity.ends_of(signed.certificate)
-            dial_at = time.monotonic() + _TURN_SECONDS * _is_later(signed.member, self.mesh.me)
-            self.peers[slot] = Peer(signed, ends, dial_at, known)
+            own = self.statuses.own
+            waits = (
+                own is not None and bool(addresses_in(own.status)) and _is_later(signed.member, self.mesh.me)
+            )
+            self.peers[slot] = Peer(signed, ends, time.monotonic() + _TURN_SECONDS * waits)
         for peer in self.peers.values():
             if peer.link is not None and peer.slot != slot:
                 peer.link.others.add(slot)
-                peer.link.wake.set()
 
     # Links
 
@@ -221,18 +228,20 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        peer.acts, peer.was_linked, peer.tries = link.is_own, True, 0
+        peer.acts, peer.tries = link.is_own, 0
         link.others.update(self.peers)
         link.wake.set()
         return True
 
     def close(self, link: Link) -> None:
-        """Note that a link has ended: who has opened it opens it again at once."""
+        """Note that a link has ended."""
         link.end()
         peer = link.peer
         if peer is not None and peer.link is link:
             peer.link, peer.unlinked = None, time.monotonic()
-            peer.dial_at = max(peer.unlinked + _TURN_SECONDS * (not link.is_own), link.since + _LEAST_SECONDS)
+            left = LEASE_SECONDS - (peer.unlinked - link.heard)
+            peer.grace = max(0.0, left if peer.addresses else min(left, _GRACE_SECONDS))
+            peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
 
     def is_there(self, peer: Peer, told: frozenset[Member] = frozenset()) -> bool:
         """Return whether a member is there.
@@ -253,12 +262,13 @@ class Links:
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = self.peers.values()
-        told = frozenset[Member]().union(*(peer.linked for peer in peers if peer.is_linked))
+        tellers = (peer for peer in peers if peer.is_linked and not peer.signed.has_left)
+        told = frozenset[Member]().union(*(peer.linked for peer in tellers))
         present = frozenset(peer.member for peer in peers if self.is_there(peer, told))
         reachable = frozenset(peer.member for peer in peers if peer.member in present and peer.is_linked)
         linked = frozenset(peer.member for peer in peers if peer.link is not None)
-        if linked != self._linked:
-            self._linked = linked
+        has_lost, self._linked = bool(self._linked - linked), linked
+        if has_lost:
             self.publish()
         is_new = (present, reachable) != (self.present, self.reachable)
         self.present, self.reachable = present, reachable
@@ -267,19 +277,21 @@ class Links:
     # Lines
 
     async def texts(self, link: Link) -> AsyncIterator[bytes]:
-        """Yield what to write to a link, until it ends."""
+        """Yield what to write to a link, until it ends: what is about third members seldom, losses at once."""
         due = -math.inf
         while not link.is_over:
             link.wake.clear()
-            if (text := b"".join(self._lines_for(link))) or time.monotonic() >= due:
-                yield text or _line({})
+            text = b"".join(self._lines_for(link))
+            if time.monotonic() >= due:
+                text += b"".join(self._lines_on_others(link)) or _line({})
                 due = time.monotonic() + PULSE_SECONDS
+            if text:
+                yield text
             with suppress(TimeoutError):
                 async with asyncio.timeout(due - time.monotonic()):
                     await link.wake.wait()
 
     def _lines_for(self, link: Link) -> Iterator[bytes]:
-        """Yield the lines that the other side of a link lacks."""
         own, peer = self.statuses.own, link.peer
         assert own is not None
         if own is not link.own:
@@ -288,18 +300,20 @@ class Links:
         if peer is None:
             return
         if link.told is None:
-            numbers = {
-                other.slot: [other.member.incarnation, other.signed.number] for other in self.peers.values()
-            }
-            yield _line({"known": numbers})
-        if self._linked != link.told:
-            changed, link.told = self._linked ^ (link.told or frozenset()), self._linked
-            yield _line({"linked": {str(member): member in self._linked for member in changed}})
+            peers = self.peers.values()
+            yield _line({"known": {one.slot: [one.member.incarnation, one.signed.number] for one in peers}})
+        if link.told is None or not self._linked >= link.told:
+            yield self._line_on_links(link)
         if not link.is_own and (wishes := self._wishes(peer.member)) != link.wishes:
             link.wishes = wishes
             yield _line({"wish": wishes})
-        if link.known is None:
+
+    def _lines_on_others(self, link: Link) -> Iterator[bytes]:
+        peer = link.peer
+        if peer is None or link.known is None:
             return
+        if link.told != self._linked:
+            yield self._line_on_links(link)
         for slot in link.others - {peer.slot}:
             signed = self.peers[slot].signed
             number = signed.member.incarnation, signed.number
@@ -308,16 +322,19 @@ class Links:
                 yield signed.line
         link.others.clear()
 
+    def _line_on_links(self, link: Link) -> bytes:
+        changed, link.told = self._linked ^ (link.told or frozenset()), self._linked
+        return _line({"linked": {str(member): member in self._linked for member in changed}})
+
     def hear(self, link: Link, line: Mapping[str, Any]) -> None:
         """Take a line on statuses and links. Raises ValueError, TypeError for a malformed line."""
-        peer = link.peer
+        link.heard, peer = time.monotonic(), link.peer
         assert peer is not None
         if isinstance(known := line.get("known"), dict):
             link.known = {
                 int(slot): (int(incarnation), int(number))
                 for slot, (incarnation, number) in islice(known.items(), MOST_SLOTS)
             }
-            link.wake.set()
         elif isinstance(linked := line.get("linked"), dict):
             if not link.has_told:
                 link.has_told, peer.linked = True, set()

@@ -1,6 +1,8 @@
 """Members on loopback: statuses, pieces both ways, who is there, strangers, and what is left over."""
 
+import asyncio
 import json
+import math
 import os
 import signal
 import socket
@@ -22,7 +24,7 @@ from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
-from megatron_noloco.federation.statuses import Statuses
+from megatron_noloco.federation.statuses import SignedStatus, Statuses
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -266,17 +268,25 @@ def folder(keys: Keys, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_killed_member_is_absent_long_before_the_lease(tls: World, folder: Path, listens: bool) -> None:
+def test_a_killed_member_is_absent_long_before_the_lease(
+    tls: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that had links to it, and has left, does not keep it there."""
     one = tls.add(0)
     other = tls.add(1, [one])
+    leaves = tls.add(3, [one])
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
     with process(folder, 2, one, listens) as killed:
-        until(lambda: one.sees(other, killed.member) and other.sees(one, killed.member))
+        until(lambda: one.sees(other, leaves, killed.member) and other.sees(one, leaves, killed.member))
+        until(
+            lambda: all(killed.member in someone.carrier._links.peers[3].linked for someone in (one, other))
+        )
         until(lambda: all(someone.carrier._links.peers[2].link for someone in (one, other)))
+        tls.members.remove(leaves)
+        leaves.close()
         killed.kill()
         for someone in (one, other):
             until(lambda someone=someone: killed.member not in someone.mesh.members())  # type: ignore[misc]
-            unlinked = someone.carrier._links.peers[2].unlinked
-            assert time.monotonic() - unlinked < https_links.LEASE_SECONDS
         assert one.sees(other)
         assert killed.member in one.mesh.known()
 
@@ -287,7 +297,7 @@ def test_a_peer_killed_during_a_transfer_leaves_no_noise(
     first = tls.add(0)
     with process(folder, 2, first) as killed:
         one = tls.add(1, [first])  # so it brings pieces
-        until(lambda: one.sees(first, killed.member))
+        until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
         for number in range(8):
             one.mesh.offer(f"piece/{number}", bytes(2**25), to=killed.member)
         until(lambda: killed.member in one.mesh.moved)
@@ -514,6 +524,17 @@ def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
         for stranger in strangers:
             stranger.close()
     exchange(one, newcomer, "piece")
+
+
+async def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
+    text = json.dumps({"addresses": ["127.0.0.1:1"]})
+    peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
+    assert peer.is_due()
+    peer.dialling = asyncio.create_task(asyncio.sleep(0))
+    assert not peer.is_due()
+    peer.dialling.cancel()
+    await asyncio.wait([peer.dialling])
+    assert peer.is_due()
 
 
 # Members that misbehave
