@@ -526,15 +526,18 @@ def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
     exchange(one, newcomer, "piece")
 
 
-async def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
-    text = json.dumps({"addresses": ["127.0.0.1:1"]})
-    peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
-    assert peer.is_due()
-    peer.dialling = asyncio.create_task(asyncio.sleep(0))
-    assert not peer.is_due()
-    peer.dialling.cancel()
-    await asyncio.wait([peer.dialling])
-    assert peer.is_due()
+def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
+    async def body() -> None:
+        text = json.dumps({"addresses": ["127.0.0.1:1"]})
+        peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
+        assert peer.is_due()
+        peer.dialling = asyncio.create_task(asyncio.sleep(0))
+        assert not peer.is_due()
+        peer.dialling.cancel()
+        await asyncio.wait([peer.dialling])
+        assert peer.is_due()
+
+    asyncio.run(body())
 
 
 # Members that misbehave

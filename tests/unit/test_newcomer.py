@@ -308,7 +308,6 @@ def running(place: Place, slot: int, seeds: Sequence[str] = ()) -> Iterator[str]
         listener.close()
 
 
-@pytest.mark.real_clock
 def test_a_newcomer_comes_to_jobs_that_run(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = write_tokenizer(place.folder / "tokenizer")
     content = json.loads(Path(place.path).read_text())
@@ -329,7 +328,6 @@ def test_a_newcomer_comes_to_jobs_that_run(place: Place, capsys: pytest.CaptureF
     assert f"invite: no job answers (nobody answers at {first}: " in capsys.readouterr().err
 
 
-@pytest.mark.real_clock
 def test_a_new_key_ends_all_invitations(place: Place) -> None:
     with running(place, 0) as address:
         assert place.invite("--at", address) == 0
