@@ -262,7 +262,7 @@ class HttpsCarrier(Carrier):
         texts = self._links.texts(link)
         async with (
             asyncio.timeout(PATIENCE_SECONDS) as limit,
-            self._client.request("PUT", address, slot, "link", "links", data=texts) as answer,
+            self._client.request("PUT", address, slot, "link", data=texts) as answer,
         ):
             await self._client.check(answer)
             async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:

@@ -41,7 +41,7 @@ CONNECTION_ERRORS = (
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 0.5
 # To a member, by their use; 0: as many as are needed.
-_MOST_CONNECTIONS = {"links": 0, "bulk": 4, "pieces": 0, "small": 0}
+_MOST_CONNECTIONS = {"bulk": 4, "pieces": 0, "small": 0}
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
@@ -97,7 +97,7 @@ class Client:
         """Send a request to a member of a slot; None: to any member. Raises `CONNECTION_ERRORS`.
 
         Args:
-            use: "bulk" for pieces that are brought, "pieces" for those that are asked for, "links", or "small".
+            use: "bulk" for pieces that are brought, "pieces" for those that are asked for, or "small".
         """
         scheme = "http" if self._statuses.identity is None else "https"
         if self._statuses.identity is not None:
