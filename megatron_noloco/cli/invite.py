@@ -1,8 +1,7 @@
-"""The commands `invite` and `join`: a file, or one line, with which another machine joins a federation."""
+"""The commands `invite` and `join`: a file with which another machine joins a federation."""
 
 import argparse
 import os
-import select
 import shlex
 import signal
 import sys
@@ -14,19 +13,11 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, write_text, writing
 from megatron_noloco.job.leaving import FAILURE
 
-_STDIN, _BEGINNING = "-", "noloco-"
+_STDIN = "-"
 _DAYS = 90
 _INVITE = """\
-The invitation is a file, and the same text as a line to paste if the line is short. Until it ends one machine can
-be one replica with it; that machine cannot invite others. Give the invitation to the other side as you would give
-a key. A new key ends all invitations."""
-_JOIN = """\
-INVITATION is a file of `megatron-noloco invite`, or the line that it printed, as it was copied: wrapped, quoted,
-or with text around it; "-" reads it from stdin. As an argument the line is in the list of processes for an
-instant; then this command hides it there, but not in the history of the shell."""
-_LONGEST_TEXT = 2**20  # bytes around an invitation
-_PASTE_SECONDS = 1.0  # in which the next line of a text comes that is pasted at a terminal
-_MOST_PIPE_BYTES = 2**16
+Until the invitation ends one machine can be one replica with it; that machine cannot invite others. Give it to the
+other side as you would give a key. A new key ends all invitations."""
 _LAST = 253402300799.0  # Unix time: certificates end by the year 9999
 
 
@@ -53,11 +44,9 @@ def add_commands(commands: Commands) -> None:
     add("--file", type=Path, help="where to write the invitation (default: invitation-SLOT.noloco)")
     invite.set_defaults(run=_invite)
 
-    join = add_command(
-        commands, "join", "join a federation with an invitation", "join invitation-1.noloco", _JOIN
-    )
+    join = add_command(commands, "join", "join a federation with an invitation", "join invitation-1.noloco")
     add = join.add_argument
-    add("invitation", metavar="INVITATION", nargs="+", help="a file, a line, or -")
+    add("invitation", metavar="FILE", help='a file of `megatron-noloco invite`; "-": it is read from stdin')
     folder = "folder for config, member file and run (default: joined)"
     add("--folder", type=Path, default=Path("joined"), help=folder)
     add(
@@ -82,7 +71,7 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.invitation import LONGEST_LINE, file_of, line_of
+    from megatron_noloco.preflight.invitation import text_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import write_private
     from megatron_noloco.training.prepare import network_for
@@ -94,17 +83,15 @@ def _invite(args: argparse.Namespace) -> int:
         raise UserError(f"invite: --file {args.file}: there is such a file already; give another")
     network, tokenizer = network_for(config), build_tokenizer(config.data.tokenizer)
     invitation = invite(config, keys, network, tokenizer, slot=args.slot, ends=ends, at=args.at)
-    line, until = line_of(invitation), time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))
     path = args.file or Path(f"invitation-{invitation.slot}.noloco")
     with writing(path, "--file"):
-        write_private(path, file_of(line, invitation.slot, until))
+        write_private(path, text_of(invitation))
     sys.stderr.write(
         f"Copy {path} to the other machine, as you would copy a key, and run there the command below; until "
         f"{until} that machine can be replica {invitation.slot}.\n"
     )
     say(f"megatron-noloco join {shlex.quote(path.name)}")
-    if len(line) <= LONGEST_LINE:
-        say(f"megatron-noloco join {line}")
     return 0
 
 
@@ -117,11 +104,7 @@ def _address(text: str) -> str:
 
 
 def _join(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # likewise
-    if _is_line(args.invitation) and {*args.invitation} <= {*sys.argv}:
-        _hide(args.invitation)
     from megatron_noloco.preflight import newcomer
-    from megatron_noloco.preflight.arrival import arrive
     from megatron_noloco.preflight.invitation import invitation_in
     from megatron_noloco.preflight.short_run import trainer
 
@@ -133,8 +116,8 @@ def _join(args: argparse.Namespace) -> int:
         args.listen,
     )
     newcomer.check_local(invitation.needs, local)
-    arrival = arrive(invitation)
-    path, ranks = newcomer.write_job(invitation, arrival.tokenizer, local, say)
+    newcomer.check_member_file(invitation)
+    path, ranks = newcomer.write_job(invitation, local, say)
     say(
         f"{path}: the config of replica {invitation.slot}, for {ranks} rank{'s' * (ranks > 1)}; its member file "
         f"is beside it, and what the job writes goes to {path.with_name('run')}"
@@ -144,7 +127,7 @@ def _join(args: argparse.Namespace) -> int:
     command = [*trainer(ranks), str(path.absolute()), "--replica", str(invitation.slot)]
     script = path.with_name("start.sh")
     write_text(script, f"exec {shlex.join(command)}\n")
-    ready, lines = newcomer.looked_at(path, arrival.way, arrival.speed)
+    ready, lines = newcomer.looked_at(path)
     say(*lines)
     if args.start and ready:
         say("", f"Starting it; later: sh {script}")
@@ -163,39 +146,14 @@ def _field(text: str) -> tuple[str, str]:
     return (name, path) if equals and name.isidentifier() else ("", text)
 
 
-def _is_line(words: list[str]) -> bool:
-    """Return whether arguments are an invitation, and not the name of a file that has one."""
-    return len(words) > 1 or (_BEGINNING in words[0] and not os.path.exists(words[0]))
-
-
-def _text_of(words: list[str]) -> str:
+def _text_of(name: str) -> str:
     """Return the text in which the invitation is."""
-    if words == [_STDIN]:
-        return _pasted()
-    if _is_line(words):
-        return " ".join(words)
+    from megatron_noloco.preflight.invitation import MOST_BYTES
+
+    if name == _STDIN:
+        return sys.stdin.read(MOST_BYTES)
     try:
-        with open(words[0], errors="replace") as file:
-            return file.read(_LONGEST_TEXT)
+        with open(name, errors="replace") as file:
+            return file.read(MOST_BYTES)
     except OSError as error:
-        raise UserError(f"join: {outside(words[0])}: {error.strerror}") from None
-
-
-def _pasted() -> str:
-    """Return what stdin holds, or all lines that come at once."""
-    text = b""
-    while len(text) < _LONGEST_TEXT and (data := os.read(0, _LONGEST_TEXT)):
-        text += data
-        if text.endswith(b"\n") and not select.select([0], [], [], _PASTE_SECONDS)[0]:
-            break
-    return text.decode(errors="replace")
-
-
-def _hide(words: list[str]) -> None:
-    """Start this process anew with an invitation on its stdin, so that no list of processes has it."""
-    reads, writes = os.pipe()
-    os.write(writes, f"{' '.join(words)}\n".encode()[:_MOST_PIPE_BYTES])
-    os.close(writes)
-    os.dup2(reads, 0)
-    arguments = [_STDIN if word == words[0] else word for word in sys.argv[1:] if word not in words[1:]]
-    os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *arguments])
+        raise UserError(f"join: {outside(name)}: {error.strerror}") from None

@@ -137,7 +137,6 @@ def _accelerator(name: str) -> "Accelerator":
 
 def _doctor(args: argparse.Namespace) -> int:
     """Return 1 where there is a problem."""
-    from megatron_noloco.federation.visit import LinkSpeed
     from megatron_noloco.preflight import machine
     from megatron_noloco.preflight.mpi_check import check_mpi
 
@@ -149,7 +148,7 @@ def _doctor(args: argparse.Namespace) -> int:
         )
     if args.latency and args.bandwidth is None:
         raise UserError("--latency: give --bandwidth as well")
-    link = None if args.bandwidth is None else LinkSpeed(args.bandwidth, args.latency)
+    link = None if args.bandwidth is None else (args.bandwidth, args.latency)
     folder = [] if args.rendezvous is None else [machine.check_folder(args.rendezvous)]
     findings = [*machine.check_machine(link)]
     if not args.no_exchange:

@@ -7,7 +7,7 @@ The files from the bottom up; each imports only those of its own line and above:
 |---|---|
 | `compatibility`, `keys`, `statuses` | which jobs fit together; certificates; members, and what each publishes |
 | `mesh` | the interface: members, statuses, pieces |
-| `https_server`, `https_presence`, `https_client`, `https_answers`, `https_carrier` | the carrier over HTTPS |
+| `https_server`, `https_links`, `https_client`, `https_answers`, `https_carrier` | the carrier over HTTPS |
 | `visit` | a program that is no member asks a member |
 | `store`, `folder_members`, `folder_carrier` | the carrier through a folder or a bucket |
 | `members` | this replica among the others; lines on who comes and goes |
@@ -26,5 +26,5 @@ which alone is a member; the other ranks are *followers*. A round, a state, the 
 A leader has these threads: the training loop; "noloco-round", one for each round under way, which reads the
 weights' copy and writes the mean, never the weights; "noloco-state", which gives a copy of the state to others;
 "noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and those of the
-folder. Each rank of a replica of several has two more during a transfer, "noloco-gather".
+folder. A follower has two more during a transfer, "noloco-gather".
 """

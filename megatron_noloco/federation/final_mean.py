@@ -393,7 +393,6 @@ class _Leader:
         means = iter(()) if parent == _ROOT else self._pieces(parent, f"mean/{slot}/", len(buckets))
         below = {child: self._below(child) for child in children}
         distances, own, totals = Counter[int](), deque[Tensor](), deque[Tensor]()
-        handed_out = []
 
         def check(other: int, mean: Tensor, vector: Tensor) -> None:
             distances[other] += float((mean - vector).square().sum())  # type: ignore[assignment]
@@ -403,7 +402,7 @@ class _Leader:
 
         for at in range(len(buckets) + ahead):
             if at < len(buckets):
-                own.append(transfer.content(at).result())
+                own.append(transfer.content(at))
                 totals.append(own[-1].clone() if children else own[-1])
                 for child in children:
                     theirs = torch.empty_like(totals[-1])
@@ -423,11 +422,9 @@ class _Leader:
                         fill([result], next(means))
                     check(parent, result, vector)
                     self._mesh.release(f"{attempt.base}sum/{slot}/{at - ahead}")
-                handed_out.append(transfer.hand_out(at - ahead, result))
+                transfer.hand_out(at - ahead, result)
                 for child in children:
                     self._offer(f"mean/{child}/{at - ahead}", result, child)
-        for future in handed_out:
-            future.result()
 
     def _below(self, slot: int) -> int:
         """Return the number of members in a subtree."""

@@ -15,7 +15,7 @@ however many others there are.
 Signs and statuses are sealed with the folder key, which all members have. Wishes and pieces are sealed with a key
 that giver and taker alone can compute; the NUMBER of a piece follows from this key, run, giver, taker and name.
 So the owner of the folder can remove files, and cannot read them, forge them, or pass a piece for another piece.
-Neither can a third member. Without a key there are checksums, which show damage and nothing else.
+Neither can a third member. Without a key nothing is sealed.
 
 A piece that is sent lies in the taker's folder before the taker asks for it. The taker removes what it has read.
 What nobody has read is removed after ten minutes or more, by any other member if its taker is gone.
@@ -136,9 +136,6 @@ class FolderCarrier(Carrier):
     def publish(self) -> None:
         self._members.publish()
         self._stir.set()
-
-    def learn(self) -> None:
-        """Do nothing: the next look at the folder is soon."""
 
     def present(self) -> Collection[Member]:
         return self._members.present

@@ -7,9 +7,9 @@ rank holds its own part of a vector, and the leader a few buckets besides.
     follower    sends its part of bucket after bucket       receives its part of bucket after bucket
     leader      transfer.content(bucket)                    transfer.hand_out(bucket, result)
 
-A follower does both in threads, at the pace of the leader. What a conversation on the leader has not asked for,
-`wait` gathers and hands out, so that followers come to the end whatever happened. Where a rank is lost, the others
-raise RuntimeError. A replica of one rank copies nothing: contents and results are parts of its vectors.
+A follower does both in threads, at the pace of the leader. What the leader has not asked for, `wait` gathers and
+hands out, so that followers come to the end whatever happened. Where a rank is lost, the others raise
+RuntimeError. A replica of one rank copies nothing: contents and results are parts of its vectors.
 """
 
 import threading
@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import cached_property
 from itertools import count
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,30 +89,13 @@ class Transfer(ABC):
         self.buckets = movement.buckets(interval)
         self._tag = tag
         self._holding, self._gives, self._gets = vectors
-        self._gathering, self._handing = _Worker(), _Worker()
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait for the end; on the leader, after the last call of its other methods.
 
         Raises RuntimeError where a rank of the replica is lost.
         """
-        ends = self._last_jobs()
-        workers = self._gathering, self._handing
-        for worker in workers:
-            worker.end()
-        try:
-            _wait(ends)
-        finally:
-            for worker in workers:
-                worker.join()
-
-    @abstractmethod
-    def _last_jobs(self) -> "list[Future[None]]":
-        """Return the jobs with which the workers end."""
-
-    def _submit(self, gather: Callable[[], None], hand_out: Callable[[], None]) -> "list[Future[None]]":
-        ways = (self._gives, self._gathering, gather), (self._gets, self._handing, hand_out)
-        return [worker.submit(job) for vector, worker, job in ways if vector is not None]
 
     def _move(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         try:
@@ -128,10 +110,16 @@ class Follower(Transfer):
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
-        self._jobs = self._submit(self._send, self._receive)
+        ways = (self._gives, self._send), (self._gets, self._receive)
+        self._jobs = [_Job(job) for vector, job in ways if vector is not None]
 
-    def _last_jobs(self) -> "list[Future[None]]":
-        return self._jobs
+    def wait(self) -> None:
+        try:
+            for future in wait([job.future for job in self._jobs], return_when=FIRST_EXCEPTION).done:
+                future.result()
+        finally:
+            for job in self._jobs:
+                job.join(_STUCK_SECONDS)
 
     def _send(self) -> None:
         assert self._gives is not None
@@ -149,37 +137,50 @@ class Follower(Transfer):
 
 
 class Leader(Transfer):
-    """A transfer on the leader. Its methods are called for bucket after bucket; their futures may raise
-    RuntimeError where a rank of the replica is lost.
+    """A transfer on the leader. Its methods are called for bucket after bucket; they raise RuntimeError where a
+    rank of the replica is lost.
     """
 
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
-        self._gathered = self._handed = 0  # buckets; used by the workers
+        self._gathered = self._handed = 0  # buckets
 
-    def content(self, at: int) -> "Future[Tensor]":
+    def content(self, at: int) -> Tensor:
         """Gather bucket number `at`, fp32 in host memory, not to be written."""
-        if self._is_alone and (inside := self._inside(self._gives, self.buckets[at])) is not None:
-            return _done(inside)
-        return self._gathering.submit(self._gather, at)
+        assert self._gives is not None
+        bucket = self.buckets[at]
+        parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(bucket, given=True)]
+        self._move([], [Message(rank, packed) for _, rank, packed in parts])
+        self._gathered = at + 1
+        if (inside := self._inside(self._gives, bucket)) is not None:
+            return inside
+        content, own = _memory(len(bucket)), self._holding.between(bucket.start, bucket.stop, given=True)
+        for blocks, packed in [(own, _packed(self._gives, own)), *((one[0], one[2]) for one in parts)]:
+            _to_bucket(packed, blocks, content, bucket.start)
+        return content
 
     def result(self, at: int) -> Tensor:
         """Return memory for the result of bucket number `at`."""
         inside = self._inside(self._gets, self.buckets[at])
         return _memory(len(self.buckets[at])) if inside is None else inside
 
-    def hand_out(self, at: int, result: Tensor) -> "Future[None]":
+    def hand_out(self, at: int, result: Tensor) -> None:
         """Hand out the result of bucket number `at`, which lies in the memory of `result(at)`."""
-        if self._is_alone and self._inside(self._gets, self.buckets[at]) is not None:
-            return _done(None)
-        return self._handing.submit(self._hand_out, at, result)
+        assert self._gets is not None
+        bucket = self.buckets[at]
+        if self._inside(self._gets, bucket) is None:
+            own = self._holding.between(bucket.start, bucket.stop)
+            _unpack(_from_bucket(result, own, bucket.start), own, self._gets)
+        others = self._others(bucket)
+        self._move([Message(rank, _from_bucket(result, blocks, bucket.start)) for rank, blocks in others], [])
+        self._handed = at + 1
 
-    def _last_jobs(self) -> "list[Future[None]]":
-        return [] if self._is_alone else self._submit(self._gather_rest, self._hand_out_rest)
-
-    @property
-    def _is_alone(self) -> bool:
-        return len(self.movement.holdings) == 1
+    def wait(self) -> None:
+        if len(self.movement.holdings) > 1:
+            for at in range(self._gathered, len(self.buckets) * (self._gives is not None)):
+                self.content(at)
+            for at in range(self._handed, len(self.buckets) * (self._gets is not None)):
+                self.hand_out(at, _memory(len(self.buckets[at])).zero_())
 
     def _others(self, bucket: range, given: bool = False) -> list[tuple[int, list[Block]]]:
         """Return what each other rank has of a bucket."""
@@ -195,89 +196,23 @@ class Leader(Transfer):
             return None
         return vector[blocks[0].own : ends[-1]]
 
-    # Run by the workers.
 
-    def _gather(self, at: int) -> Tensor:
-        assert self._gives is not None
-        bucket = self.buckets[at]
-        parts = [(blocks, rank, _memory(_size(blocks))) for rank, blocks in self._others(bucket, given=True)]
-        self._move([], [Message(rank, packed) for _, rank, packed in parts])
-        self._gathered = at + 1
-        if (inside := self._inside(self._gives, bucket)) is not None:
-            return inside
-        content, own = _memory(len(bucket)), self._holding.between(bucket.start, bucket.stop, given=True)
-        for blocks, packed in [(own, _packed(self._gives, own)), *((one[0], one[2]) for one in parts)]:
-            _to_bucket(packed, blocks, content, bucket.start)
-        return content
+class _Job(threading.Thread):
+    """A thread with a future. Unlike that of an executor it never keeps a process from ending."""
 
-    def _hand_out(self, at: int, result: Tensor) -> None:
-        assert self._gets is not None
-        bucket = self.buckets[at]
-        if self._inside(self._gets, bucket) is None:
-            own = self._holding.between(bucket.start, bucket.stop)
-            _unpack(_from_bucket(result, own, bucket.start), own, self._gets)
-        others = self._others(bucket)
-        self._move([Message(rank, _from_bucket(result, blocks, bucket.start)) for rank, blocks in others], [])
-        self._handed = at + 1
+    def __init__(self, body: Callable[[], None]) -> None:
+        super().__init__(name="noloco-gather", daemon=True)
+        self.future, self._body = Future[None](), body
+        self.start()
 
-    def _gather_rest(self) -> None:
-        while self._gathered < len(self.buckets):
-            self._gather(self._gathered)
-
-    def _hand_out_rest(self) -> None:
-        while self._handed < len(self.buckets):
-            self._hand_out(self._handed, _memory(len(self.buckets[self._handed])).zero_())
-
-
-class _Worker:
-    """A thread that does jobs in their order. Unlike that of an executor it never keeps a process from ending."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="noloco-gather", daemon=True)
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-
-        def job() -> None:
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # raised where the future is awaited
-                future.set_exception(error)
-
-        self._jobs.put(job)
-        if self._thread.ident is None:
-            self._thread.start()
-        return future
-
-    def end(self) -> None:
-        """End the thread after the last job."""
-        self._jobs.put(None)
-
-    def join(self) -> None:
-        """Wait until the thread has ended, but not if it is stuck.
-
-        A thread that frees tensors while Python ends aborts the process.
-        """
-        if self._thread.ident is not None:
-            self._thread.join(_STUCK_SECONDS)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # with its tensors
-
-
-def _done(value: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def _wait(futures: "Sequence[Future[None]]") -> None:
-    """Wait for all, or for the first error, which is raised."""
-    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-        future.result()
+    def run(self) -> None:
+        try:
+            self._body()
+            self.future.set_result(None)
+        except BaseException as error:  # raised where the future is awaited
+            self.future.set_exception(error)
+        finally:
+            del self._body  # with its tensors: freed while Python ends, they abort the process
 
 
 def _memory(elements: int) -> Tensor:

@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 from urllib.parse import unquote
@@ -17,12 +16,11 @@ from megatron_noloco.federation.https_client import (
     DIGESTS,
     MEMBER,
     difference,
-    read_small,
+    lines_of,
 )
-from megatron_noloco.federation.https_presence import HIDDEN_GRACE_SECONDS, Presence, Stream
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
 from megatron_noloco.federation.https_server import (
     BULK_BYTES,
-    CHUNK_BYTES,
     Connection,
     receive,
     send,
@@ -32,15 +30,14 @@ from megatron_noloco.federation.keys import VISITOR
 from megatron_noloco.federation.mesh import (
     MOST_NAME_CHARACTERS,
     MOST_PIECE_BYTES,
-    PATIENCE_SECONDS,
     Member,
     RefusedError,
 )
-from megatron_noloco.federation.statuses import MOST_SIGNED_BYTES, SignedStatus, object_in
+from megatron_noloco.federation.statuses import SignedStatus, object_in
 
 REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
-MOST_PROBE_BYTES = 2**25
 _POLL_SECONDS = 5.0
+_MOST_TAKEN = 4  # pieces of bulk at a time, of one member
 _REPLACED = "a later process has your slot"
 
 
@@ -49,21 +46,20 @@ class Answers:
 
     Args:
         digests: of what all jobs of the run have alike.
-        wishes: returns the pieces that a member is to bring, by number.
-        refresh: is called when something about members has changed.
+        hear: takes the lines of a link that another member has opened.
         fail: is told an error that is none of a connection, and a bug.
     """
 
     def __init__(
         self,
-        presence: Presence,
+        links: Links,
         digests: Mapping[str, str],
-        wishes: Callable[[Member], Mapping[str, str]],
-        refresh: Callable[[], object],
+        hear: Callable[[Link, AsyncIterator[Mapping[str, Any]]], Coroutine[Any, Any, None]],
         fail: Callable[[Exception], object],
     ) -> None:
-        self._presence, self._digests, self._wishes = presence, digests, wishes
-        self._mesh, self._refresh, self._fail = presence.mesh, refresh, fail
+        self._links, self._digests, self._hear = links, digests, hear
+        self._mesh, self._fail = links.mesh, fail
+        self._taking = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(_MOST_TAKEN))  # by slot
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; an error of the connection, or a piece that is withdrawn, ends the connection."""
@@ -78,7 +74,7 @@ class Answers:
         return web.Response(status=500)
 
     async def _answered(self, request: web.BaseRequest) -> web.StreamResponse:
-        path, _, query = request.raw_path.partition("?")
+        path, _, _ = request.raw_path.partition("?")
         parts = path.split("/", 5)
         asker = _member_in(request.headers.get(MEMBER, ""))
         connection = request.protocol
@@ -99,10 +95,10 @@ class Answers:
             return web.json_response(content, status=409)
         connection.admit()
         is_get = request.method == "GET"
-        if parts[3:] == ["status"]:
-            return await (self._tell(request, asker, query) if is_get else self._meet(request, asker))
-        if parts[3:] == ["probe"]:
-            return await (_give_probe(request, query) if is_get else _take_probe(request))
+        if parts[3:] == ["status"] and is_get:
+            return self._tell()
+        if parts[3:] == ["link"] and not is_get:
+            return await self._link(request, asker)
         if len(parts) != 6 or not is_name(name := unquote(parts[5])):
             return _refusal(404, "no such page")
         other, own = (parts[4], parts[3]) if is_get else (parts[3], parts[4])
@@ -113,89 +109,48 @@ class Answers:
         return await (self._give(request, asker, name) if is_get else self._get(request, asker, name))
 
     def _is_replaced(self, asker: Member) -> bool:
-        latest = self._presence.peers.get(asker.slot)
+        latest = self._links.peers.get(asker.slot)
         return latest is not None and latest.member > asker
 
     # Statuses
 
-    async def _meet(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
-        """Take the status of the asking member."""
-        if request.content_length is None or request.content_length > MOST_SIGNED_BYTES:
-            return _refusal(413, f"a status has at most {MOST_SIGNED_BYTES} bytes, and says how many")
-        try:
-            signed = SignedStatus.parse(object_in(await read_small(request.content)))
-            if signed.member != asker:
-                raise ValueError("the status is another member's")
-            self._presence.take(signed)
-        except ValueError as error:
-            return _refusal(400, str(error))
-        if (peer := self._presence.peer_of(asker)) is not None:
-            self._presence.hear(peer)
-        self._refresh()
-        return web.Response()
-
-    async def _tell(self, request: web.BaseRequest, asker: Member, query: str) -> web.StreamResponse:
-        """Write statuses, for as long as the asking member reads."""
-        own = self._mesh.statuses.own
+    def _tell(self) -> web.Response:
+        """Return what this member knows of all."""
+        own, present = self._mesh.statuses.own, [str(self._mesh.me), *map(str, self._links.present)]
         if own is None:
             return _refusal(503, "not ready yet")
-        if query.startswith("of="):
-            found = self._presence.statuses_of(query.removeprefix("of=").split(","))
-            return web.Response(body=b"".join(signed.line for signed in found))
-        if query == "once":
-            everyone = b"".join(signed.line for signed in (own, *self._mesh.statuses.newest()))
-            return web.Response(body=everyone + _line({"seen": self._presence.sights({})}))
-        if asker.slot == VISITOR:
-            return _refusal(403, "only members hold a stream: ask for status?once")
-        if self._is_replaced(asker):
+        lines = [signed.line for signed in (own, *self._mesh.statuses.newest())]
+        return web.Response(body=b"".join([*lines, json.dumps({"present": present}).encode(), b"\n"]))
+
+    async def _link(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
+        """Hold a link that another member opens, until either side ends it."""
+        link, lines = Link(is_own=False), lines_of(request.content, LEASE_SECONDS)
+        try:
+            signed = SignedStatus.parse(await anext(lines, None))
+            if signed.member != asker:
+                raise ValueError("the status is another member's")
+            self._links.take(signed)
+        except ValueError as error:
+            return _refusal(400, str(error))
+        peer = self._links.peer_of(asker)
+        if self._mesh.statuses.own is None:
+            return _refusal(503, "not ready yet")
+        if peer is None or peer.signed.has_left:
             return _refusal(410, _REPLACED)
+        if not self._links.open(peer, link):
+            return _refusal(403, "there is a link already")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         answer.enable_chunked_encoding()
-        await answer.prepare(request)
-        stream, streams = Stream(), self._presence.streams
-        if (earlier := streams.get(asker.slot)) is not None:
-            earlier.is_over = True
-            earlier.wake.set()
-        streams[asker.slot] = stream
+        hearing = asyncio.ensure_future(self._hear(link, lines))
+        hearing.add_done_callback(lambda _: link.end())
         try:
-            await self._write(answer, stream, asker)
+            await answer.prepare(request)
+            async for text in self._links.texts(link):
+                await send_chunk(text, answer.write)
             return answer
         finally:
-            if streams.get(asker.slot) is stream:
-                del streams[asker.slot]
-            peer = self._presence.peer_of(asker)
-            if peer is not None and peer.stream is stream:
-                peer.stream = None
-                if not peer.advertised:
-                    self._presence.lose(peer, self._presence.clock(), HIDDEN_GRACE_SECONDS)
-
-    async def _write(self, answer: web.StreamResponse, stream: Stream, asker: Member) -> None:
-        clock, due = asyncio.get_running_loop().time, -math.inf
-        while not stream.is_over:
-            stream.wake.clear()
-            if (peer := self._presence.peer_of(asker)) is not None:
-                peer.stream = stream
-            is_due = clock() >= due
-            due = clock() + self._presence.pulse if is_due else due
-            if text := b"".join(self._lines_for(stream, asker, is_due)):
-                await send_chunk(text, answer.write)
-            if peer is not None:
-                peer.told = stream.own
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(due):
-                    await stream.wake.wait()
-
-    def _lines_for(self, stream: Stream, asker: Member, is_due: bool) -> Iterator[bytes]:
-        """Yield the lines that a stream lacks."""
-        own, wishes = self._mesh.statuses.own, self._wishes(asker)
-        if own is not None and own is not stream.own:
-            stream.own = own
-            yield own.line
-        if is_due:
-            yield _line({"seen": self._presence.sights(stream.told)})
-        if wishes != stream.wishes:
-            stream.wishes = wishes
-            yield _line({"wish": wishes})
+            hearing.cancel()
+            self._links.close(link)
 
     # Pieces
 
@@ -203,7 +158,6 @@ class Answers:
         """Answer with a piece, once it is offered."""
         if self._is_replaced(taker):
             return _refusal(410, _REPLACED)
-        peer = self._presence.peers.get(taker.slot)
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 piece = await asyncio.wrap_future(self._mesh.offers.wish(name, taker))
@@ -211,18 +165,17 @@ class Answers:
             return web.Response(status=204)
         except RefusedError as error:
             return _refusal(410, str(error))
-        async with peer.giving if peer is not None and piece.size > BULK_BYTES else nullcontext():
-            response = web.StreamResponse()
-            response.content_length = piece.size
-            await response.prepare(request)
-            await send(piece, response.write, lambda: self._mesh.note_bytes(taker))
-            return response
+        response = web.StreamResponse()
+        response.content_length = piece.size
+        await response.prepare(request)
+        await send(piece, response.write, lambda: self._mesh.note_bytes(taker))
+        return response
 
     async def _get(self, request: web.BaseRequest, giver: Member, name: str) -> web.StreamResponse:
         """Take a piece that is brought."""
-        peer = self._presence.peer_of(giver)
+        peer = self._links.peer_of(giver)
         if peer is None or peer.signed.has_left:
-            latest = self._presence.peers.get(giver.slot)
+            latest = self._links.peers.get(giver.slot)
             is_over = latest is not None and latest.member >= giver
             return _refusal(410 if is_over else 403, "no member that is there")
         if (reason := request.headers.get(REFUSED)) is not None:
@@ -233,41 +186,14 @@ class Answers:
             return _refusal(413, f"a piece has at most {MOST_PIECE_BYTES} bytes, and says how many")
 
         def note() -> None:
-            if self._presence.peer_of(giver) is not peer:
+            if self._links.peer_of(giver) is not peer:
                 raise ConnectionError("a later process has the slot")
             self._mesh.note_bytes(giver)
 
-        async with peer.taking if size > BULK_BYTES else nullcontext():
+        async with self._taking[giver.slot] if size > BULK_BYTES else nullcontext():
             blob = await receive(request.content, size, note)
         self._mesh.receive(giver, name, blob)
         return web.Response()
-
-
-async def _give_probe(request: web.BaseRequest, query: str) -> web.StreamResponse:
-    count = query.removeprefix("bytes=")
-    if not (count.isascii() and count.isdecimal() and len(count) < 10 and int(count) <= MOST_PROBE_BYTES):
-        return _refusal(400, f"probe?bytes=N, at most {MOST_PROBE_BYTES}")
-    response = web.StreamResponse()
-    response.content_length = left = int(count)
-    await response.prepare(request)
-    noise = os.urandom(min(left, CHUNK_BYTES))
-    while left:
-        await send_chunk(noise[:left], response.write)
-        left -= min(left, CHUNK_BYTES)
-    return response
-
-
-async def _take_probe(request: web.BaseRequest) -> web.StreamResponse:
-    left = request.content_length
-    if left is None or left > MOST_PROBE_BYTES:
-        return _refusal(413, f"at most {MOST_PROBE_BYTES} bytes")
-    while left:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            chunk = await request.content.readany()
-        if not chunk:
-            raise ConnectionResetError
-        left -= len(chunk)
-    return web.Response()
 
 
 def _member_in(name: str) -> Member | None:
@@ -282,10 +208,6 @@ def _member_in(name: str) -> Member | None:
 def is_name(name: Any) -> bool:
     """Return whether a piece may have this name."""
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable()
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
 
 
 def _refusal(status: int, reason: str) -> web.Response:

@@ -2,38 +2,29 @@
 
 | request | answer |
 |---|---|
-| GET /run/RUN/status | lines of JSON, without end: the own status and its changes, and the lines below |
-| GET /run/RUN/status?once | lines of JSON: all statuses, the own one first |
-| GET /run/RUN/status?of=MEMBER,... | lines of JSON: the newest statuses of these members |
-| PUT /run/RUN/status | takes the status of the asking member |
+| GET /run/RUN/status | lines of JSON: all statuses, the own status first, and {"present": [MEMBER, ...]} |
+| PUT /run/RUN/link | a link: lines of JSON both ways, without end (`https_links`) |
 | GET /run/RUN/GIVER/TAKER/NAME | 200: the piece; 204: not yet, ask again; 410: never, and why |
 | PUT /run/RUN/GIVER/TAKER/NAME | brings a piece, or why it never comes |
-| GET /run/RUN/probe?bytes=N, PUT /run/RUN/probe | N random bytes; takes as many: for measuring the link |
 | any with another RUN | 409, and what this job has: {"run": RUN, "member": NAME, "digests": {...}} |
-
-Other lines of a status stream are {"seen": {MEMBER: [SECONDS, NUMBER]}}, every few seconds: who was seen how long
-ago, and the number of its status; and {"wish": {NUMBER: NAME}}: the pieces that the answering member wants of the
-asking one, which acts in this pair (`https_presence`).
 
 | file | |
 |---|---|
 | `https_server` | sockets, who may connect, bodies |
-| `https_presence` | who is there, who acts in a pair |
+| `https_links` | who is there, who acts in a pair |
 | `https_client` | requests to others, the search for the first member |
 | `https_answers` | requests of others |
 """
 
 import asyncio
 import errno
-import math
-import random
 import socket
 import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -44,22 +35,28 @@ import aiohttp
 from megatron_noloco.federation.https_answers import REFUSED, Answers, is_name
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
-    RARE_RETRY_SECONDS,
     Client,
     OtherRunError,
     Seeds,
     first_status,
+    lines_of,
     pauses,
 )
-from megatron_noloco.federation.https_presence import TICK_SECONDS, Peer, Presence
+from megatron_noloco.federation.https_links import LEASE_SECONDS, MOST_WISHES, Link, Links, Peer
 from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
-from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
+from megatron_noloco.federation.mesh import (
+    PATIENCE_SECONDS,
+    Carrier,
+    Fetch,
+    Member,
+    Mesh,
+    Piece,
+    RefusedError,
+)
 
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
-_MOST_DIALS, _MOST_FAR_DIALS = 8, 4  # at a time, of members that are there, and that are absent
-_RARE_SECONDS = 300.0  # a member that is absent for longer is dialled rarely
-_MOST_WISHES = 256  # of a member
+_TICK_SECONDS = 0.25
 _MOST_REFUSED_HOSTS = 8
 _MOST_FAULTS = 8
 
@@ -90,9 +87,8 @@ class HttpsCarrier(Carrier):
         self._tasks = set[_Task]()
         self._asks = dict[Fetch, _Task | None]()  # without a task: wishes, which the giver is told of
         self._sends = dict[tuple[Member, str], tuple[Piece, _Task | None]]()
-        self._refresh_is_due = False
+        self._refresh_is_due = self._is_closing = False
         self._refused_hosts = set[str]()
-        self._dials, self._far_dials = asyncio.Semaphore(_MOST_DIALS), asyncio.Semaphore(_MOST_FAR_DIALS)
 
     # Called from any thread
 
@@ -102,21 +98,18 @@ class HttpsCarrier(Carrier):
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
-        self._presence = Presence(mesh)
+        self._links = Links(mesh, self._wishes_of)
         self._thread.start()
         self._is_open.wait()
 
     def publish(self) -> None:
         self._soon(self._publish)
 
-    def learn(self) -> None:
-        self._soon(self._refresh_soon, True)
-
     def present(self) -> Collection[Member]:
-        return self._presence.present
+        return self._links.present
 
     def reaches(self, member: Member) -> bool:
-        return member in self._presence.reachable
+        return member in self._links.reachable
 
     def ask(self, fetch: Fetch) -> None:
         fetch.when_over.append(lambda: self._soon(self._end_ask, fetch))
@@ -146,17 +139,14 @@ class HttpsCarrier(Carrier):
 
     async def _work(self) -> None:
         self._client = Client(self.mesh.statuses, self._digests)
-        answers = Answers(
-            self._presence, self._digests, self._wishes_of, self._refresh_soon, self._note_fault
-        )
+        answers = Answers(self._links, self._digests, self._hear, self._note_fault)
         self._server = Server(self.mesh.statuses.identity, answers.answer, self._warn_of_stranger)
         if self._listener is not None:
             self._spawn(self._server.accept(self._listener), self._fail)
         self._is_open.set()
         while True:
-            self._presence.clock.tick()
             self._refresh()
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(_TICK_SECONDS)
 
     def _spawn(
         self, work: Coroutine[Any, Any, None], fail: Callable[[Exception], None] | None = None
@@ -200,7 +190,7 @@ class HttpsCarrier(Carrier):
                 while not self._is_told() or any(task is not None for _, task in self._sends.values()):
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.05)  # what was written is sent
-        own = asyncio.current_task()
+        own, self._is_closing = asyncio.current_task(), True
         self._server.close()
         while left := asyncio.all_tasks() - {own}:
             for task in left:
@@ -213,9 +203,9 @@ class HttpsCarrier(Carrier):
             self._listener.close()
 
     def _is_told(self) -> bool:
-        own, peers = self.mesh.statuses.own, self._presence.peers.values()
-        linked = (peer for peer in peers if peer.is_followed or peer.stream is not None)
-        return own is None or all(peer.told is own or peer.signed.has_left for peer in linked)
+        own, peers = self.mesh.statuses.own, self._links.peers.values()
+        links = [peer.link for peer in peers if peer.link is not None and not peer.signed.has_left]
+        return own is None or all(link.own is own for link in links)
 
     def _warn_of_stranger(self, host: str) -> None:
         if host not in self._refused_hosts and len(self._refused_hosts) < _MOST_REFUSED_HOSTS:
@@ -227,130 +217,85 @@ class HttpsCarrier(Carrier):
     # Members
 
     def _publish(self) -> None:
-        self._presence.publish()
+        self._links.publish()
         if self._seeds:
-            seeds = Seeds(self._presence, self._client, self._seeds, self._spawn, self._refresh_soon)
-            self._spawn(seeds.look())
+            self._spawn(Seeds(self._links, self._client, self._seeds).look())
             self._seeds = ()
         self._refresh_soon()
 
-    def _refresh_soon(self, is_new: bool = False) -> None:
-        if (is_new or self._presence.has_news) and not self._refresh_is_due:
+    def _refresh_soon(self) -> None:
+        if not self._refresh_is_due:
             self._refresh_is_due = True
             self._loop.call_soon(self._refresh)
 
     def _refresh(self) -> None:
         """Begin what is possible now, and end what is another's."""
         self._refresh_is_due = False
-        busy = [fetch.giver for fetch in self._asks] + [to for to, _ in self._sends]
-        is_new = self._presence.refresh(busy)
-        if self.mesh.statuses.own is not None:  # others ask for it
-            self._follow_wanted(busy)
+        if self._links.refresh():
+            self.mesh.wake()
+        if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
+            for peer in self._links.peers.values():
+                if peer.is_due():
+                    peer.dialling = self._spawn(self._dial(peer))
         for fetch in list(self._asks):
             self._begin_ask(fetch)
         for (to, name), (piece, _) in list(self._sends.items()):
             self._begin_send(to, name, piece)
-        if is_new:
-            self.mesh.wake()
 
-    def _follow_wanted(self, busy: Collection[Member]) -> None:
-        wanted = self._presence.wanted(busy)
-        for peer in self._presence.peers.values():
-            if peer.slot not in wanted:
-                peer.stop_following()
-            elif peer.following is None or peer.following.done():
-                peer.following = self._spawn(self._follow(peer))
-
-    async def _follow(self, peer: Peer) -> None:
-        """Hold the status stream of a member, again and again."""
-        pause, turn, ended = pauses(), 0, math.inf
-        while addresses := peer.addresses:
-            try:
-                await self._hold(peer, addresses[turn % len(addresses)], is_again=ended < math.inf)
-            except OtherRunError as error:
-                self.mesh.warn(str(error))
-                await asyncio.sleep(RARE_RETRY_SECONDS)
-            except CONNECTION_ERRORS as error:
-                if _is_refusal(error) and turn % len(addresses) == 0 and peer.stream is None:
-                    self._presence.lose(peer, min(ended, self._presence.clock()))
-            now = self._presence.clock()
-            if peer.is_followed:  # an end is a hint: ask again at once
-                peer.is_followed, pause, turn, ended = False, pauses(), 0, now
-                continue
-            peer.failing = min(peer.failing, now)
-            turn += 1
-            if turn % len(addresses) == 0:
-                is_rare = now - max(peer.seen, peer.failing) > _RARE_SECONDS
-                seconds = RARE_RETRY_SECONDS if is_rare else next(pause)
-                await asyncio.sleep(seconds * random.uniform(0.8, 1.2))
-
-    async def _hold(self, peer: Peer, address: str, is_again: bool) -> None:
-        introducing: _Task | None = None
+    async def _dial(self, peer: Peer) -> None:
+        """Open a link to a member, and hold it until it ends."""
+        link, addresses = Link(True, asyncio.current_task()), peer.addresses
         try:
-            async with (
-                AsyncExitStack() as dialling,
-                aclosing(self._client.lines(address, peer.slot, "status")) as lines,
-            ):
-                if not is_again:  # whether a member has ended must be known soon
-                    is_near = self._presence.is_there(peer)
-                    await dialling.enter_async_context(self._dials if is_near else self._far_dials)
-                async for line in lines:
-                    if introducing is None:
-                        self._check_name(peer, line)
-                        peer.address, peer.is_followed, peer.failing = address, True, math.inf
-                        introducing = self._spawn(self._introduce(peer))
-                        await dialling.aclose()
-                    self._take_line(peer, line)
+            await self._hold(link, peer.slot, addresses[peer.tries % len(addresses)])
+        except OtherRunError as error:
+            self.mesh.warn(str(error))
+        except (ValueError, *CONNECTION_ERRORS) as error:
+            has_ended = getattr(error, "errno", None) == errno.ECONNREFUSED
+            if has_ended or isinstance(error, aiohttp.ClientConnectorCertificateError):
+                peer.refuse()
         finally:
-            self._take_wishes(peer, {})
-            if introducing is not None:
-                introducing.cancel()
+            peer.dialling, link.task = None, None
+            self._links.close(link)
+            self._loop.call_later(0.0 if link.peer else peer.put_off(), self._refresh_soon)
 
-    def _check_name(self, peer: Peer, line: Mapping[str, Any]) -> None:
-        """Check who answers; a later process of the slot is taken in the place of this one."""
-        if first_status(line, self.mesh.me).member.slot != peer.slot:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "another member answers")
+    async def _hold(self, link: Link, slot: int, address: str) -> None:
+        texts = self._links.texts(link)
+        async with (
+            asyncio.timeout(PATIENCE_SECONDS) as limit,
+            self._client.request("PUT", address, slot, "link", data=texts) as answer,
+        ):
+            await self._client.check(answer)
+            async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
+                signed = first_status(await anext(lines, {}), self.mesh.me)
+                if signed.member.slot != slot:
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "another member answers")
+                self._links.take(signed)
+                peer = self._links.peer_of(signed.member)
+                if peer is None or not self._links.open(peer, link):
+                    raise ConnectionError("there is a link by now")
+                peer.address = address
+                limit.reschedule(None)
+                await self._hear(link, lines)
 
-    def _take_line(self, peer: Peer, line: Mapping[str, Any]) -> None:
-        if self._presence.peer_of(peer.member) is peer:
-            self._presence.hear(peer)
-        if isinstance(wishes := line.get("wish"), dict):
-            self._take_wishes(peer, wishes)
-        elif isinstance(seen := line.get("seen"), dict):
-            was_asked = bool(peer.lacked)
-            self._presence.take_sights(peer, seen)
-            if peer.lacked and not was_asked:
-                self._spawn(self._ask_for_lacked(peer))
-        else:
-            self._presence.take_line(line)
+    async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:
+        """Take the lines of a link until it ends."""
         self._refresh_soon()
-
-    async def _ask_for_lacked(self, peer: Peer) -> None:
-        """Get the statuses that a member has and this one lacks."""
-        names = ",".join(map(str, peer.lacked))
-        with suppress(*CONNECTION_ERRORS):
-            async for line in self._client.lines(peer.address, peer.slot, f"status?of={names}"):
-                self._presence.take_line(line)
-        peer.lacked = []
-        self._refresh_soon()
-
-    async def _introduce(self, peer: Peer) -> None:
-        """Bring the own status to a member that does not hold the own stream, and say that this member lives."""
-        while True:
-            peer.own_changed.clear()
-            if peer.stream is None:
-                with suppress(*CONNECTION_ERRORS):
-                    peer.told = await self._client.introduce(peer.address, peer.slot)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._presence.pulse):
-                    await peer.own_changed.wait()
+        async for line in lines:
+            try:
+                self._links.hear(link, line)
+            except (ValueError, TypeError):
+                raise ConnectionError("a line is malformed") from None
+            if link.is_own and isinstance(wishes := line.get("wish"), dict):
+                self._take_wishes(link, wishes)
+            if line:
+                self._refresh_soon()
 
     # Pieces: who acts in a pair asks and brings; the other waits, or wishes
 
     def _begin_ask(self, fetch: Fetch) -> None:
         if fetch.outcome is not None:
             return
-        task, acts = self._asks.get(fetch), self._presence.acts(fetch.giver)
+        task, acts = self._asks.get(fetch), self._links.acts(fetch.giver)
         if task is not None and not acts:
             task.cancel()
         if acts != (task is not None) or fetch not in self._asks:
@@ -366,7 +311,7 @@ class HttpsCarrier(Carrier):
         """Ask for a piece until it comes."""
         pause, giver = pauses(), fetch.giver
         path = f"{giver}/{self.mesh.me}/{quote(fetch.name)}"
-        while (peer := self._presence.peer_of(giver)) is not None and peer.addresses:
+        while (peer := self._links.peer_of(giver)) is not None and peer.addresses:
             try:
                 found = await self._client.piece(
                     peer.addresses[0], peer.slot, path, lambda: self.mesh.note_bytes(giver)
@@ -384,7 +329,7 @@ class HttpsCarrier(Carrier):
 
     def _begin_send(self, to: Member, name: str, piece: Piece) -> None:
         earlier, task = self._sends.pop((to, name), (piece, None))
-        peer, acts = self._presence.peer_of(to), self._presence.acts(to)
+        peer, acts = self._links.peer_of(to), self._links.acts(to)
         if task is not None and not (acts and earlier is piece):
             task.cancel()
             task = None
@@ -431,22 +376,23 @@ class HttpsCarrier(Carrier):
     # Wishes
 
     def _tell_wishes(self, giver: Member) -> None:
-        if (stream := self._presence.streams.get(giver.slot)) is not None:
-            stream.wake.set()
+        if (peer := self._links.peer_of(giver)) is not None and peer.link is not None:
+            peer.link.wake.set()
 
     def _wishes_of(self, giver: Member) -> dict[str, str]:
         """Return what a member is to bring, and does not know."""
         wishes = [fetch for fetch, task in self._asks.items() if task is None and not fetch.is_sent]
         return {str(fetch.number): fetch.name for fetch in wishes if fetch.giver == giver}
 
-    def _take_wishes(self, peer: Peer, wishes: Mapping[str, Any]) -> None:
-        """Learn all that a member wants of this one, as long as its stream is open."""
-        wishes = dict(islice(wishes.items(), _MOST_WISHES))
-        for number in peer.granting.keys() - wishes.keys():
-            peer.granting.pop(number).cancel()
-        for number in wishes.keys() - peer.granting.keys():
+    def _take_wishes(self, link: Link, wishes: Mapping[str, Any]) -> None:
+        """Learn all that a member wants of this one."""
+        assert link.peer is not None
+        wishes = dict(islice(wishes.items(), MOST_WISHES))
+        for number in link.granting.keys() - wishes.keys():
+            link.granting.pop(number).cancel()
+        for number in wishes.keys() - link.granting.keys():
             if is_name(wishes[number]):
-                peer.granting[number] = self._spawn(self._grant(peer, wishes[number]))
+                link.granting[number] = self._spawn(self._grant(link.peer, wishes[number]))
 
     async def _grant(self, peer: Peer, name: str) -> None:
         try:
@@ -454,9 +400,3 @@ class HttpsCarrier(Carrier):
             await self._bring(peer, name, piece)
         except RefusedError as error:
             await self._bring(peer, name, error)
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Return whether nobody of the dialled slot listens at an address."""
-    refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
-    return refused or isinstance(error, aiohttp.ClientConnectorCertificateError)

@@ -5,9 +5,11 @@ import json
 import os
 import socket
 import ssl
+import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -15,7 +17,7 @@ from aiohttp import ClientResponse, ClientSession, ClientTimeout, StreamReader, 
 from yarl import URL
 
 from megatron_noloco.federation.compatibility import differences, refusal
-from megatron_noloco.federation.https_presence import Presence
+from megatron_noloco.federation.https_links import RARE_SECONDS, Links
 from megatron_noloco.federation.https_server import KEEP_ALIVE_SECONDS, READ_BYTES, open_socket, receive
 from megatron_noloco.federation.keys import ANY_MEMBER, host_name
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, PATIENCE_SECONDS, Member
@@ -29,7 +31,6 @@ from megatron_noloco.federation.statuses import (
 
 MEMBER = "Noloco-Member"  # header with the name of the asking member
 DIGESTS = "Noloco-Digests"  # header with what the asking job has, JSON
-RARE_RETRY_SECONDS = 30.0
 CONNECTION_ERRORS = (
     aiohttp.ClientError,
     OSError,
@@ -38,12 +39,9 @@ CONNECTION_ERRORS = (
     asyncio.IncompleteReadError,
 )
 _CONNECT_SECONDS = 10.0
-_MOST_CONNECTIONS = {
-    "bulk": 4,
-    "pieces": 0,
-    "small": 0,
-}  # to a member, by their use; 0: as many as are needed
 _CLOSE_SECONDS = 0.5
+# To a member, by their use; 0: as many as are needed.
+_MOST_CONNECTIONS = {"bulk": 4, "pieces": 0, "small": 0}
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
@@ -104,16 +102,16 @@ class Client:
         scheme = "http" if self._statuses.identity is None else "https"
         if self._statuses.identity is not None:
             options["server_hostname"] = ANY_MEMBER if slot is None else host_name(slot)
-        if path.startswith("status"):
+        if path in ("link", "status"):
             options["headers"] = self._headers
         url = URL(f"{scheme}://{address}/run/{self._statuses.run:016x}/{path}", encoded=True)
         return self._sessions[use].request(method, url, allow_redirects=False, **options)
 
-    async def lines(self, address: str, slot: int | None, path: str) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the objects of an answer that is lines of JSON."""
-        async with self.request("GET", address, slot, path) as answer:
+    async def statuses(self, address: str) -> AsyncGenerator[dict[str, Any]]:
+        """Yield what a member says of all."""
+        async with self.request("GET", address, None, "status") as answer:
             await self.check(answer)
-            async for line in _lines_of(answer.content):
+            async for line in lines_of(answer.content):
                 yield line
 
     async def piece(
@@ -143,14 +141,6 @@ class Client:
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
 
-    async def introduce(self, address: str, slot: int | None) -> SignedStatus:
-        """Bring the own status to a member, and return it."""
-        own = self._statuses.own
-        assert own is not None
-        async with self.request("PUT", address, slot, "status", data=own.line) as answer:
-            await self.check(answer)
-        return own
-
     async def close(self) -> None:
         """End all connections; to be called when no request is under way."""
         for session in self._sessions.values():
@@ -170,82 +160,55 @@ class Client:
 
 
 class Seeds:
-    """The search for members at addresses of the rendezvous.
+    """The search for members at addresses of the rendezvous, HOST:PORT."""
 
-    Args:
-        addresses: HOST:PORT.
-        spawn: runs a coroutine beside the others.
-        refresh: is called when members were found.
-    """
-
-    def __init__(
-        self,
-        presence: Presence,
-        client: Client,
-        addresses: Sequence[str],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
-        refresh: Callable[[], object],
-    ) -> None:
-        self._presence, self._client, self._addresses = presence, client, addresses
-        self._spawn, self._refresh = spawn, refresh
-        self._own, self._visits = set[str](), set[str]()
+    def __init__(self, links: Links, client: Client, addresses: Sequence[str]) -> None:
+        self._links, self._client, self._addresses = links, client, addresses
         self._unanswered = dict[str, tuple[float, str]]()  # since when, and why
         self._has_answers = False
 
     async def look(self) -> None:
-        """Look for members, often while there are none."""
-        looks = 0
-        while True:
-            if not self._presence.present or looks % _SELDOM == 0:
-                in_use = {peer.address for peer in self._presence.peers.values() if peer.is_followed}
-                for address in set(self._addresses) - self._own - self._visits - in_use:
-                    self._spawn(self._visit(address))
-                self._warn_of_nobody()
-            looks += 1
+        """Look for members, without end."""
+        await asyncio.gather(*map(self._look_at, set(self._addresses)))
+
+    async def _look_at(self, address: str) -> None:
+        """Look for members at an address, often while there are none."""
+        for looks in count():
+            peers = self._links.peers.values()
+            is_linked = any(peer.link is not None and peer.address == address for peer in peers)
+            if not is_linked and (not self._links.present or looks % _SELDOM == 0):
+                try:
+                    await self._meet(address)
+                    self._has_answers = True
+                    self._unanswered.pop(address, None)
+                except OwnAddressError:
+                    return
+                except OtherRunError as error:
+                    self._has_answers = True
+                    self._links.mesh.warn(str(error))
+                    await asyncio.sleep(RARE_SECONDS)
+                except CONNECTION_ERRORS as error:
+                    since, _ = self._unanswered.get(address, (time.monotonic(), ""))
+                    is_encrypted = self._links.statuses.identity is not None
+                    self._unanswered[address] = since, await why_not(address, error, is_encrypted)
+                    self._warn_of_nobody()
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _visit(self, address: str) -> None:
-        """Learn who answers at an address, and introduce this member there."""
-        self._visits.add(address)
-        try:
-            await self._meet(address)
-            self._has_answers = True
-            self._unanswered.pop(address, None)
-            self._refresh()
-        except OwnAddressError:
-            self._own.add(address)
-        except OtherRunError as error:
-            self._has_answers = True
-            self._presence.mesh.warn(str(error))
-            await asyncio.sleep(RARE_RETRY_SECONDS)
-        except CONNECTION_ERRORS as error:
-            since, _ = self._unanswered.get(address, (self._presence.clock(), ""))
-            is_encrypted = self._presence.statuses.identity is not None
-            self._unanswered[address] = since, await why_not(address, error, is_encrypted)
-        finally:
-            self._visits.discard(address)
-
     async def _meet(self, address: str) -> None:
-        first: SignedStatus | None = None
-        async with aclosing(self._client.lines(address, None, "status?once")) as lines:
+        async with aclosing(self._client.statuses(address)) as lines:
+            first = first_status(await anext(lines, {}), self._links.mesh.me)
             async for line in lines:
-                if first is None:
-                    first = first_status(line, self._presence.mesh.me)
-                else:
-                    self._presence.take_line(line)
-        if first is None:
-            raise ConnectionError("there is no status")
-        self._presence.take_line(first)  # who waits for anybody knows all by now
-        await self._client.introduce(address, None)
-        if (peer := self._presence.peer_of(first.member)) is not None:
-            peer.seed = address
-            self._presence.hear(peer)
+                self._links.take_line(line)
+        with suppress(ValueError):
+            self._links.take(first)  # who waits for anybody knows all by now
+        if (peer := self._links.peer_of(first.member)) is not None:
+            peer.seed, peer.dial_at = address, time.monotonic()  # it may not know of this one
 
     def _warn_of_nobody(self) -> None:
-        now = self._presence.clock()
+        now = time.monotonic()
         reasons = [why for since, why in self._unanswered.values() if now - since >= PATIENCE_SECONDS]
-        if reasons and not self._has_answers and not self._presence.present:
-            self._presence.mesh.warn(
+        if reasons and not self._has_answers and not self._links.present:
+            self._links.mesh.warn(
                 f"federation.rendezvous: {'; '.join(reasons[:_MOST_NAMED])}; does a job listen there, and is the "
                 "port open?"
             )
@@ -302,10 +265,20 @@ async def why_not(address: str, error: Exception, is_encrypted: bool) -> str:
     return f"the process at {address} {what}, or is of megatron_noloco 0.4 or earlier"
 
 
-async def _lines_of(content: StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Yield the objects of a stream of lines; raises ConnectionError for another stream."""
+async def lines_of(
+    content: StreamReader, seconds: float = PATIENCE_SECONDS
+) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the objects of a stream of lines; raises ConnectionError for another stream.
+
+    Args:
+        seconds: without a byte, after which TimeoutError is raised.
+    """
     text = b""
-    async for chunk in content.iter_any():
+    while True:
+        async with asyncio.timeout(seconds):
+            chunk = await content.readany()
+        if not chunk:
+            return
         *lines, text = (text + chunk).split(b"\n")
         if len(text) > MOST_SIGNED_BYTES:
             raise ConnectionError("a line is too long")

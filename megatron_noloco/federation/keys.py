@@ -16,7 +16,6 @@ import os
 import ssl
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -46,7 +45,6 @@ _SIGNATURE = ec.ECDSA(hashes.SHA256())
 _FIRST = datetime.datetime(1970, 1, 1)  # machines without a clock of their own begin there
 _LAST = datetime.datetime(9999, 12, 31, 23, 59, 59)
 _BEGIN_FOLDER_KEY, _END_FOLDER_KEY = "-----BEGIN NOLOCO FOLDER KEY-----", "-----END NOLOCO FOLDER KEY-----"
-_BEGIN_OLD = '{"'  # up to version 0.2 the file was JSON
 _MOST_CERTIFICATES = 2 * MOST_SLOTS  # whose checks are remembered
 _MOST_CERTIFICATE_BYTES = 2**12
 
@@ -70,14 +68,10 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self._path = path
         text = path.read_text(errors="replace")
-        if text.startswith(_BEGIN_OLD):
-            raise _EarlierVersionError
         certificates = x509.load_pem_x509_certificates(text.encode())
         self._private = _private_in(text)
         self._authority = certificates[-1]
         is_authority = self._authority.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-        if len(certificates) == 1 and not is_authority:
-            raise _EarlierVersionError
         if (
             len(certificates) > 2
             or not is_authority
@@ -98,13 +92,11 @@ class Keys:
             return cls(path)
         except OSError as error:
             raise UserError(f"federation.key_file: {path}: {error.strerror}") from None
-        except _EarlierVersionError:
-            why = "is a key of an earlier version"
         except (ValueError, TypeError, x509.ExtensionNotFound):  # TypeError: a key with a password
-            why = "holds no key"
-        raise UserError(
-            f"federation.key_file: {path} {why}; `megatron-noloco keys FILE` makes a new one, for all replicas"
-        )
+            raise UserError(
+                f"federation.key_file: {path} holds no key of this version; `megatron-noloco keys FILE` makes a "
+                "new one, for all replicas"
+            ) from None
 
     @classmethod
     def make(cls, path: Path) -> "Keys":
@@ -228,10 +220,6 @@ def slot_of(certificate: bytes) -> tuple[int, float]:
     return _slot_in(parsed), parsed.not_valid_after_utc.timestamp()
 
 
-class _EarlierVersionError(ValueError):
-    pass
-
-
 def _parsed(certificate: bytes) -> x509.Certificate:
     if len(certificate) > _MOST_CERTIFICATE_BYTES:
         raise ValueError("has too large a certificate")
@@ -344,7 +332,7 @@ def _der(private: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 class Seal:
-    """Wraps content so that it is good at one place only: encrypted; without a key, with a checksum."""
+    """Encrypts content so that it is good at one place only; without a key the content stays as it is."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key_of_names = hmac.digest(key or b"-", b"names", "sha256")
@@ -353,17 +341,15 @@ class Seal:
             self._cipher = AESGCM(key)
 
     def close(self, place: str, content: bytes) -> bytes:
-        nonce = os.urandom(12)
         if self._cipher is None:
-            return nonce + _checksum(place, content) + content
+            return content
+        nonce = os.urandom(12)
         return nonce + bytes(self._cipher.encrypt(nonce, content, place.encode()))
 
     def open(self, place: str, sealed: bytes) -> bytes:
         """Return what was sealed for a place; raises ValueError for anything else."""
         if self._cipher is None:
-            if sealed[12:16] != _checksum(place, content := sealed[16:]):
-                raise ValueError("is damaged")
-            return content
+            return sealed
         try:
             return bytes(self._cipher.decrypt(sealed[:12], memoryview(sealed)[12:], place.encode()))
         except InvalidTag:
@@ -372,7 +358,3 @@ class Seal:
     def mac(self, *texts: str) -> str:
         """Return 32 characters that follow from texts without line ends, and the key."""
         return hmac.digest(self._key_of_names, "\n".join(texts).encode(), "sha256").hex()[:32]
-
-
-def _checksum(place: str, content: bytes) -> bytes:
-    return zlib.crc32(content, zlib.crc32(place.encode())).to_bytes(4, "big")

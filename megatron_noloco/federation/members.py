@@ -34,7 +34,6 @@ _MOST_CHARACTERS = 12_000  # of a status; carriers add some
 _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
 _LOOK_SECONDS = 1.0
 _WORD_SECONDS = 3.0  # for the last word on a round to arrive, before this replica leaves
-_STOP_SECONDS = 1.0  # in which a round that is almost over may end
 _MOST_IN_LINE = 8  # replicas
 _VERBS = {  # of one replica, of several
     "come": ("has come", "have come"),
@@ -87,7 +86,6 @@ class PeerStatus:
         begun: the latest round that it has begun; -1: none.
         partners: the partner in each of the last rounds, by number of the round.
         under_way: the rounds that are under way.
-        run: number of the run.
         step: local steps of the state that it can give; 0: it has no state to give.
         addresses: where others dial it, "HOST:PORT"; none: nobody can.
         hidden: whether two replicas of which this holds cannot exchange.
@@ -165,11 +163,12 @@ class Members:
         self.mesh, self.slot, self.status = mesh, mesh.me.slot, status
         self.run, self.step, self.refusal = 0, 0, ""
         self.failure: BaseException | None = None
-        self._stopped, self._leaves_at, self._stopped_since = stopped, -float("inf"), float("inf")
+        self._stopped, self._leaves_at = stopped, -float("inf")
         self._lock = threading.RLock()
         self._partners, self._under_way = dict[int, int](), set[int]()
         self._parsed: dict[Member, tuple[Status, PeerStatus | None]] = {}
-        self._rows, self._published = OwnRows(), 0.0
+        self._rows, self._published = deque[tuple[int, str]](maxlen=_MOST_ROWS), 0.0
+        self._row_number, self._has_rows = 0, False
         self._came, self._taken = deque[tuple[int, str]](maxlen=256), dict[Member, int]()
         self._attendance, self._closed = Attendance(), False
         mesh.tell_user(self._take_warning)
@@ -189,7 +188,9 @@ class Members:
             }
             self.status = PeerStatus(**fields | changes)
             status = asdict(self.status)
-            status["rows"] = self._rows.publish(_MOST_CHARACTERS - len(json.dumps(status)))
+            while len(json.dumps(status | {"rows": list(self._rows)})) > _MOST_CHARACTERS and self._rows:
+                self._rows.popleft()
+            status["rows"], self._has_rows = list(self._rows), False
             self._published = self.mesh.clock()
             self.mesh.publish(status)
 
@@ -216,13 +217,14 @@ class Members:
     def publish_row(self, row: Mapping[str, Any]) -> None:
         """Publish a row of this replica's metrics within some seconds, unless it is too long.
 
-        Of many rows, those of checkpoints, and of local steps without a round, are left out first.
+        A row of a local step without a round is left out where rows wait already that were not published.
         """
         text = json.dumps(row)
         is_plain = row.get("kind") in ("step", "checkpoint") and "round/index" not in row
-        if len(text) <= LONGEST_ROW:
-            with self._lock:
-                self._rows.add(text, is_plain)
+        with self._lock:
+            if len(text) <= LONGEST_ROW and not (is_plain and self._has_rows):
+                self._row_number, self._has_rows = self._row_number + 1, True
+                self._rows.append((self._row_number, text))
 
     def close(self) -> None:
         """Say that this replica has left, and end, once the partners of its last rounds know how these ended."""
@@ -246,8 +248,12 @@ class Members:
     def peers(self) -> dict[int, Peer]:
         """Return the other replicas that are or were there and fit, by slot, in ascending order."""
         there, known = self.mesh.members(), self.mesh.known()
-        found = {member.slot: self._peer(member, known[member], member in there) for member in known}
-        return {slot: peer for slot, peer in found.items() if peer is not None}
+        found = dict[int, Peer]()
+        for member in known:
+            if member.slot != self.slot and (status := self._status_of(member, known[member])) is not None:
+                present = member in there
+                found[member.slot] = Peer(member, status, present, present and self.mesh.reaches(member))
+        return found
 
     def present(self) -> dict[int, PeerStatus]:
         """Return the status of each other replica that is there, by slot, in ascending order."""
@@ -255,15 +261,7 @@ class Members:
 
     def peer(self, slot: int) -> Peer | None:
         """Return a replica, if it is or was there."""
-        known = self.mesh.known()
-        member = next((member for member in known if member.slot == slot), None)
-        return None if member is None else self._peer(member, known[member], member in self.mesh.members())
-
-    def _peer(self, member: Member, status: Status, present: bool) -> Peer | None:
-        parsed = None if member.slot == self.slot else self._status_of(member, status)
-        return (
-            None if parsed is None else Peer(member, parsed, present, present and self.mesh.reaches(member))
-        )
+        return self.peers().get(slot)
 
     def hidden(self) -> set[int]:
         """Return the replicas that no other can dial, as far as is known; this replica may be among them."""
@@ -323,11 +321,7 @@ class Members:
 
     def why_stopped(self) -> str:
         """Return why no round goes on; "" while rounds do."""
-        if not self.is_leaving:
-            self._stopped_since = float("inf")
-            return ""
-        self._stopped_since = min(self._stopped_since, self.mesh.clock())
-        return STOPPED if self.mesh.clock() >= self._stopped_since + _STOP_SECONDS else ""
+        return STOPPED if self.is_leaving else ""
 
     def check(self) -> None:
         """Raise what ends this job: UserError where a later process has its slot."""
@@ -379,7 +373,7 @@ class Members:
         while not self._closed:
             for line in self._attendance.changes(self.peers()):
                 self.note(line)
-            has_news = self._rows.is_new or self.step != self.status.step
+            has_news = self._has_rows or self.step != self.status.step
             if has_news and self.mesh.clock() > self._published + _SOON_SECONDS:
                 self.change()
             self._forget(self.mesh.known())
@@ -392,38 +386,6 @@ class Members:
         self.mesh.forget(lambda member: member not in known)
         for gone in [member for member in list(self._parsed) if member not in known]:
             del self._parsed[gone]
-
-
-class OwnRows:
-    """The rows of metrics that the next status has. Of too many, a published row goes first, then a plain row.
-
-    Attributes:
-        is_new: whether there are rows that were not published.
-    """
-
-    def __init__(self) -> None:
-        self._rows = list[tuple[int, str, bool]]()  # number, row, is it plain?
-        self._number = self._published = 0
-
-    @property
-    def is_new(self) -> bool:
-        return self._number > self._published
-
-    def add(self, text: str, is_plain: bool) -> None:
-        self._number += 1
-        self._rows.append((self._number, text, is_plain))
-        if len(self._rows) > _MOST_ROWS:
-            self._drop()
-
-    def publish(self, characters: int) -> list[tuple[int, str]]:
-        """Return rows of at most so many characters, the oldest first, each with its number."""
-        while self._rows and len(json.dumps([row[:2] for row in self._rows])) > characters:
-            self._drop()
-        self._published = self._number
-        return [row[:2] for row in self._rows]
-
-    def _drop(self) -> None:
-        self._rows.remove(min(self._rows, key=lambda row: (row[0] > self._published, not row[2], row[0])))
 
 
 class Attendance:

@@ -245,10 +245,6 @@ class Carrier(ABC):
         """Have all members get the own status, `mesh.statuses.own`; give those of others to `mesh.take`."""
 
     @abstractmethod
-    def learn(self) -> None:
-        """Look at the statuses of others: one is new, whichever carrier it came by."""
-
-    @abstractmethod
     def present(self) -> Collection[Member]:
         """Return the other members that are there, as far as this carrier sees."""
 
@@ -496,8 +492,6 @@ class Mesh:
     def take(self, signed: SignedStatus) -> bool:
         """Keep the status of another member if it is new; return whether it is. Raises ValueError."""
         if is_new := self.statuses.take(signed):
-            for carrier in self.carriers:
-                carrier.learn()
             self.wake()
         return is_new
 

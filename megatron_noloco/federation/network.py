@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_noloco.federation.members import Members, PeerStatus
 from megatron_noloco.federation.mesh import Carrier, Member, Mesh
 from megatron_noloco.federation.statuses import Statuses, is_address, split_address
 from megatron_noloco.federation.store import Store
-from megatron_noloco.job.world import is_link_local, reachable_address
+from megatron_noloco.job.world import reachable_address
 from megatron_noloco.settings import TCP
 
 PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"
@@ -28,8 +28,8 @@ ADVERTISE = "set federation.advertise of each job to an address at which the oth
 _ANY = "*"
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _FIRST_SECONDS = 5.0  # to learn whether an earlier process of this slot had a later number
+_FREE_PORT = "; end the process that has it, or choose another port; port 0 takes any that is free"
 _NO_ADDRESS = "; it must be an address of this host, or * for all"
-_LINK_LOCAL = ", a link-local address, which leads there from the same cable or switch only"
 _BACKLOG = 1024
 _LISTENERS = WeakSet[socket.socket]()  # of this process
 
@@ -90,8 +90,12 @@ class Network:
             mesh = Mesh(Statuses(self.run, me, identity), carriers)
             opened.pop_all()
         addresses = self._addresses(listener)
-        for line in self._doubts(addresses):
-            mesh.warn(line)
+        name = socket.gethostname()
+        if self.advertise is None and any(split_address(address)[0] == name for address in addresses):
+            mesh.warn(
+                f"no address of this host is known, as it has no default route, so others look for {name}: "
+                f"where they do not know that name, {ADVERTISE}"
+            )
         is_hidden = not addresses and self.folder is None
         members = Members(mesh, replace(self.first, addresses=addresses, hidden=is_hidden), stopped)
         members.run = self.run
@@ -110,21 +114,6 @@ class Network:
             host = reachable_address([split_address(seed)[0] for seed in self.seeds])
         return [address_of(host, port)]
 
-    def _doubts(self, addresses: Sequence[str]) -> Iterator[str]:
-        """Yield a line for each address that may not lead where it should."""
-        for seed in self.seeds:
-            if is_link_local(host := split_address(seed)[0]):
-                yield f"federation.rendezvous has {host}{_LINK_LOCAL}"
-        for address in addresses:
-            host, name = split_address(address)[0], socket.gethostname()
-            if is_link_local(host):
-                yield f"others look for this job at {host}{_LINK_LOCAL}; where they are elsewhere, {ADVERTISE}"
-            if host == name and self.advertise is None:
-                yield (
-                    f"no address of this host is known, as it has no default route, so others look for {name}: "
-                    f"where they do not know that name, {ADVERTISE}"
-                )
-
     def _listening(self, place: str, slot: int) -> socket.socket:
         """Listen; waits for a port that a job holds which was killed. Raises UserError."""
         host, port = split_address(place)
@@ -141,25 +130,12 @@ class Network:
                         "such as those of a GAN, at once, as one torch.nn.ModuleDict"
                     ) from None
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    remedy = self._free_port(port) if error.errno == errno.EADDRINUSE else _NO_ADDRESS
+                    remedy = _FREE_PORT if error.errno == errno.EADDRINUSE else _NO_ADDRESS
                     raise UserError(problem + remedy) from None
                 if not told:
                     sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
                     told = True
                 time.sleep(0.2)
-
-    def _free_port(self, port: int) -> str:
-        """Return the remedy for a port that is in use: others may know this replica by it."""
-        if port in {split_address(seed)[1] for seed in self.seeds}:
-            return (
-                '; if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the '
-                "process that has it, or give federation.rendezvous of all jobs another port"
-            )
-        if self.advertise is not None:
-            return (
-                "; end the process that has it, or choose another port, which federation.advertise leads to"
-            )
-        return "; port 0 takes any that is free"
 
 
 def seeds_in(text: str) -> list[str]:
@@ -168,7 +144,6 @@ def seeds_in(text: str) -> list[str]:
     for entry in seeds:
         if not is_address(entry):
             raise UserError(f'federation.rendezvous: "{entry}" is not HOST:PORT, {PLACES}')
-        _check_not_link_local("rendezvous", split_address(entry)[0])
     return seeds
 
 
@@ -215,7 +190,6 @@ def place_to_listen(text: str | None, seeds: Sequence[str]) -> str | None:
             '"tcp://*:0"'
         )
     place = text.removeprefix(TCP)
-    _check_not_link_local("listen", split_address(place)[0])
     return place
 
 
@@ -226,7 +200,6 @@ def place_to_advertise(text: str | None, listen: str | None) -> str | None:
     place = text.removeprefix(TCP)
     if not (text.startswith(TCP) and is_address(place)):
         raise UserError(f'federation.advertise: "{text}" is not "tcp://HOST:PORT", {PLACES}')
-    _check_not_link_local("advertise", split_address(place)[0])
     if listen.endswith(":0"):
         raise UserError(
             f"federation.advertise {text} must lead to a known port, but this replica listens at any; set "
@@ -261,12 +234,3 @@ def listening(host: str, port: int) -> socket.socket:
 
 def _port_of(listener: socket.socket) -> int:
     return listener.getsockname()[1] if listener.fileno() >= 0 else -1
-
-
-def _check_not_link_local(name: str, host: str) -> None:
-    """Raise UserError for an IPv6 address that leads to another host from each interface."""
-    if is_link_local(host) and ":" in host:
-        raise UserError(
-            f"federation.{name}: {host} is an IPv6 link-local address, which leads elsewhere from each network "
-            "interface, so other jobs cannot use it; give another address of that host"
-        )

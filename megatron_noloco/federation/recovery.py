@@ -58,11 +58,9 @@ _WINDOW = 4  # pieces that a taker asks for at a time
 _ASK_SECONDS = 60.0  # for a giver to begin, before the next one is asked as well
 _TURN_SECONDS = 3600.0  # for any giver to begin: other takers may have their turn before
 _PIECE_SECONDS = 120.0  # for a piece of 8 MiB: half a Mbit/s
-_NOBODY_FASTER = 10.0  # times as long, where all givers are slower
 _BACK_SECONDS = 60.0  # for a member that was lost to come back
 _MOST_LOSSES = 3  # in a row without a piece
 _CLOSE_SECONDS = 5.0
-_TOO_SLOW = "it comes too slowly"
 _GIVING, _TAKING = 2**20, 2**20 + 2**10  # first tags inside the replica, beyond those of rounds
 
 
@@ -211,21 +209,17 @@ class States:
 
         Returns None where there is none to take.
         """
-        given_up, slow, seconds = set[int](), set[int](), _PIECE_SECONDS
+        given_up = set[int]()
         while True:
             started = time.monotonic()
-            found = computed_by_rank_0(partial(self._find, least, given_up | slow))
-            if found is None and slow:
-                slow, seconds = set(), _NOBODY_FASTER * _PIECE_SECONDS
-                continue
+            found = computed_by_rank_0(partial(self._find, least, given_up))
             if found is None:
                 return None
             giver, offer = found
             try:
-                size = self._take(giver, offer, keeper, seconds)
+                size = self._take(giver, offer, keeper)
             except NotTakenError as error:
-                is_slow = str(error) == _TOO_SLOW and seconds == _PIECE_SECONDS
-                (slow if is_slow else given_up).add(giver.slot)
+                given_up.add(giver.slot)
                 if self._members is not None:
                     tell(outside(f"the state of replica {giver.slot} was not taken over: {error}"))
             else:
@@ -288,7 +282,7 @@ class States:
             return str(error)
         return offer
 
-    def _take(self, giver: Member, offer: Offer | str, keeper: StateAdapter, seconds: float) -> int:
+    def _take(self, giver: Member, offer: Offer | str, keeper: StateAdapter) -> int:
         """Take a state, as a whole; return its bytes on this rank.
 
         A collective; raises NotTakenError on all ranks.
@@ -298,16 +292,14 @@ class States:
         gather = Gather(self.movement, _TAKING)
         vectors = agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
         with _finishing([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
-            receive = partial(self._receive, giver, offer, cast(Sequence[Leader], transfers), seconds)
+            receive = partial(self._receive, giver, offer, cast(Sequence[Leader], transfers))
             rest, why = computed_by_rank_0(receive)
         if why:
             raise NotTakenError(why)
         agreed(lambda: keeper.load(State(offer.step, offer.facts, vectors, rest)))
         return sum(vector.nbytes for vector in vectors.values()) + len(rest)
 
-    def _receive(
-        self, giver: Member, offer: Offer, transfers: Sequence[Leader], seconds: float
-    ) -> tuple[bytes, str]:
+    def _receive(self, giver: Member, offer: Offer, transfers: Sequence[Leader]) -> tuple[bytes, str]:
         """Fetch a state, and hand its vectors out; return what is no vector, and why it has not come. On the
         leader.
         """
@@ -316,8 +308,8 @@ class States:
         assert self._members is not None
         mesh, number = self._members.mesh, len(sizes) + len(buckets)
         base = f"{_ASKED}{mesh.me}/{offer.base}"
-        pieces = self._fetch(giver, base, number, seconds)
-        rest, handed_out = bytearray(), []
+        pieces = self._fetch(giver, base, number)
+        rest = bytearray()
         try:
             for size in sizes:
                 rest += (piece := next(pieces))
@@ -326,28 +318,22 @@ class States:
             for transfer, at in buckets:
                 result = transfer.result(at)
                 fill([result], next(pieces))
-                handed_out.append(transfer.hand_out(at, result))
+                transfer.hand_out(at, result)
             with suppress(LostError):  # it may be withdrawn at once: the wish says that all has come
                 mesh.fetch(giver, f"{base}{number}")
-            for future in handed_out:
-                future.result()
         except UnequalError:
             return b"", "it has another length than it says"
         except LostError as error:
             return b"", line_of(error)
         return bytes(rest), ""
 
-    def _fetch(self, giver: Member, base: str, number: int, seconds: float) -> Iterator[Blob]:
-        """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on.
-
-        Args:
-            seconds: for each piece.
-        """
+    def _fetch(self, giver: Member, base: str, number: int) -> Iterator[Blob]:
+        """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on."""
         assert self._members is not None
         mesh, why_not = self._members.mesh, self._members.why_stopped
         at = losses = 0
         came = mesh.clock()
-        patience = Patience(mesh, giver, end_by=lambda: came + seconds)
+        patience = Patience(mesh, giver, end_by=lambda: came + _PIECE_SECONDS)
         while at < number:
             names = (f"{base}{name}" for name in range(at, number))
             try:
@@ -356,8 +342,8 @@ class States:
                     yield piece
                     came = mesh.clock()
             except StalledError:
-                if mesh.clock() >= came + seconds:
-                    raise StalledError(_TOO_SLOW) from None
+                if mesh.clock() >= came + _PIECE_SECONDS:
+                    raise StalledError("it comes too slowly") from None
                 losses += 1
                 if not at or losses > _MOST_LOSSES:
                     raise
@@ -387,7 +373,7 @@ def _pieces(rest: bytes, transfers: Sequence[Leader]) -> Iterator[Blob]:
         yield rest[start : start + _REST_BYTES]
     for transfer in transfers:
         for at in range(len(transfer.buckets)):
-            yield bytes_of(transfer.content(at).result())
+            yield bytes_of(transfer.content(at))
     yield b""
 
 

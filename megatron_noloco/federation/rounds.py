@@ -52,7 +52,6 @@ _YES = b"+"
 _NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
 _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
-_LENGTH_BYTES = 8
 _MOST_WORD_BYTES = 1000
 _REMEMBERED = 64  # verdicts
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
@@ -367,24 +366,20 @@ class _Round:
         Raises LostError, UnequalError.
         """
         mesh, transfer, buckets = self._mesh, self._transfer, self._transfer.buckets
-        length = sum(map(len, buckets)).to_bytes(_LENGTH_BYTES)
         ahead = min(
             len(buckets), max(_LEAST_AHEAD, _UNDER_WAY_BYTES // (4 * max(map(len, buckets), default=1)))
         )
         running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
-        handed_out = list[Future[None]]()
         squared_norm = 0.0
 
         def offer(at: int, phase: int, content: Blob) -> None:
             self.report.bytes_sent += len(content)
-            if at == phase == 0:
-                content = b"".join((length, content))
             mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
 
         def start(at: int) -> None:
             nonlocal squared_norm
             if at < len(buckets):
-                own, mean = transfer.content(at).result(), transfer.result(at)
+                own, mean = transfer.content(at), transfer.result(at)
                 squared_norm += float(own.dot(own))
                 report = ExchangeReport(self.report.group)
                 phases = self._coding.exchange(buckets[at], own, mean, report)
@@ -399,21 +394,17 @@ class _Round:
         pieces = mesh.fetch_all(self._partner, names, window, patience, True, why_not)
         for (at, phase), piece in zip(order, pieces, strict=True):
             self._began = min(self._began, mesh.clock())
-            if at == phase == 0:
-                piece = _without_length(piece, length)
             phases, mean, report = running[at]
             try:
                 offer(at, phase + 1, phases.send(piece))
             except StopIteration:
                 del running[at]
                 self.report.add(report)
-                handed_out.append(transfer.hand_out(at, mean))
+                transfer.hand_out(at, mean)
             if phase == 0:
                 start(at + ahead)
                 for sent in range(self._coding.phases):  # the partner had it when it sent this piece
                     mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
-        for future in handed_out:
-            future.result()
         return squared_norm
 
     def _say(self, name: str, counts: bool, error: Exception | None) -> None:
@@ -463,9 +454,3 @@ def _order(buckets: int, phases: int, ahead: int) -> Iterator[tuple[int, int]]:
         for phase in range(phases):
             if 0 <= (bucket := turn - phase * ahead) < buckets:
                 yield bucket, phase
-
-
-def _without_length(piece: Blob, length: bytes) -> Blob:
-    if bytes(piece[:_LENGTH_BYTES]) != length:
-        raise UnequalError
-    return memoryview(piece)[_LENGTH_BYTES:]

@@ -1,49 +1,49 @@
-"""An invitation: a text with which one more machine joins a federation, in a file or as a line to paste.
+"""An invitation: a file with which one more machine joins a federation.
 
-It holds a member file (see `keys`), where the other members are, and what the config of the new member needs. The
-text is base64 of the version of the program, of compressed JSON and certificates, and of four bytes of SHA-256.
-
-The slots that were given away are in a record beside the key file, until their invitations end.
+It is JSON: a member file (see `keys`), where the other members are, the tokenizer, and what the config of the new
+member needs. The slots that were given away are in a record beside the key file, until their invitations end.
 """
 
 import base64
-import binascii
 import fcntl
-import hashlib
-import hmac
 import json
 import re
 import time
-import zlib
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.statuses import is_address
+from megatron_noloco.federation.statuses import is_address, object_in
 from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
 DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
-LONGEST_LINE = 2000  # characters that every terminal and mail takes
-DIGEST_DIGITS = 32
-_BEGINNING = "noloco-"
-_CHECK_BYTES = 4
-_LONGEST = 2**14  # characters of an invitation, as it was wrapped and quoted
-_MOST_BYTES = 2**18
-_WIDTH = 100  # characters of a line in a file
-_PEM = re.compile(r"-----BEGIN ([A-Z ]+)-----\n([\w+/=\n]+)-----END \1-----\n", re.ASCII)
-_PEM_WIDTH = 64
+MOST_BYTES = 2**26
+_TOKENIZER_FILE = (
+    r"^(?:(tokenizer|tokenizer_config)\.json|read_by_transformers|"
+    r"(additional_chat_templates/[A-Za-z0-9_-][A-Za-z0-9_.-]*|chat_template)\.jinja)$"
+)
+_NO_INVITATION = "has a content that no `megatron-noloco invite` writes"
 
-Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
+
+def _checked_address(text: str) -> str:
+    if not is_address(text):
+        raise ValueError("no address")
+    return text
+
+
+def _checked_base64(text: str) -> str:
+    base64.b64decode(text, validate=True)
+    return text
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -59,19 +59,27 @@ class Invitation:
         config: the fields that all jobs share, see `config.agreed`.
         needs: what a newcomer must have itself: fields of the block `data`, any of which says what is read, unless
             every machine has it; PRETRAINED where the run began with pretrained weights.
-        tokenizer: digest of the piece with the tokenizer's files.
+        tokenizer: files in base64, by name; none for bytes.
     """
 
     run: Annotated[int, Field(ge=0, lt=2**63)]
-    slot: Slot
+    slot: Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
     member_file: Annotated[str, Field(max_length=2**14)]
     folder: Annotated[str, Field(max_length=600)]
-    addresses: Annotated[list[str], Field(max_length=MOST_ADDRESSES)]
+    addresses: Annotated[
+        list[Annotated[str, AfterValidator(_checked_address)]], Field(max_length=MOST_ADDRESSES)
+    ]
     config: dict[str, Any]
     needs: list[
         Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path", "pretrained"]
     ]
-    tokenizer: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{DIGEST_DIGITS}}}$")]
+    tokenizer: dict[
+        Annotated[str, Field(pattern=_TOKENIZER_FILE)], Annotated[str, AfterValidator(_checked_base64)]
+    ]
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        return {name: base64.b64decode(content) for name, content in self.tokenizer.items()}
 
 
 _INVITATIONS = TypeAdapter(Invitation)
@@ -84,47 +92,34 @@ def can_name(folder: str) -> bool:
     )
 
 
-def line_of(invitation: Invitation) -> str:
-    """Return an invitation as one line."""
-    blocks = [(label, base64.b64decode(body)) for label, body in _PEM.findall(invitation.member_file)]
-    content = asdict(invitation) | {"member_file": [(label, len(data)) for label, data in blocks]}
-    text = json.dumps(list(content.values()), separators=(",", ":")).encode()
-    # Certificates repeat each other's bytes, which base64 would hide from the compression.
-    packed = zlib.compress(b"\n".join([text, b"".join(data for _, data in blocks)]), 9)
-    whole = f"{__version__}\n".encode() + packed
-    return _BEGINNING + base64.urlsafe_b64encode(whole + _check(whole)).decode().rstrip("=")
-
-
-def file_of(line: str, slot: int, until: str) -> str:
-    """Return the content of a file with an invitation; `join` skips the sentences around it."""
-    wrapped = "\n".join(line[start : start + _WIDTH] for start in range(0, len(line), _WIDTH))
-    return (
-        f"An invitation to be replica {slot} of a federation of megatron_noloco until {until}.\n"
-        "Keep it as you keep a key. On the machine that joins run `megatron-noloco join FILE`.\n\n"
-        f"{wrapped}\n"
-    )
+def text_of(invitation: Invitation) -> str:
+    """Return the content of the file."""
+    return json.dumps({"megatron_noloco": __version__} | asdict(invitation), indent=1) + "\n"
 
 
 def invitation_in(text: str) -> Invitation:
-    """Return the invitation in a text: a mail may wrap or quote it, and have other words around it.
-
-    Raises UserError where the invitation is not as it was written, or of another version of the program.
-    """
-    for found in re.finditer(_BEGINNING, text):
-        line = ""
-        for word in re.split("[^!-~]+", text[found.start() :][:_LONGEST]):
-            line += "".join(re.findall(r"^[>|]*([\w-]+)", word, re.ASCII))
-            if (content := _content_of(line)) is not None:
-                return _unpacked(content)
-    if _BEGINNING not in text:
+    """Return the invitation in a text. Raises UserError for another text, or that of another version."""
+    try:
+        content = object_in(text)
+    except ValueError:
         raise UserError(
-            f'join: this is no invitation, which begins with "{_BEGINNING}": give the file or the line of '
-            "`megatron-noloco invite`"
+            "join: this is no invitation, or a part of it is missing: give the file of `megatron-noloco invite`"
+        ) from None
+    version = content.pop("megatron_noloco", None)
+    if version != __version__:
+        if not isinstance(version, str):
+            raise UserError(f"join: the invitation {_NO_INVITATION}")
+        raise UserError(
+            f"join: the invitation is of megatron_noloco {outside(version)}, this machine has {__version__}; "
+            "install the same version"
         )
-    raise UserError(
-        f'join: a part of the invitation is missing or changed: copy all from "{_BEGINNING}" to its end, or the '
-        "file"
-    )
+    try:
+        invitation = _INVITATIONS.validate_json(json.dumps(content))
+    except (ValueError, ValidationError):
+        raise UserError(f"join: the invitation {_NO_INVITATION}") from None
+    if not (can_name(invitation.folder) if invitation.folder else invitation.addresses):
+        raise UserError(f"join: the invitation {_NO_INVITATION}")
+    return invitation
 
 
 def reserve(key_file: Path, slot: int | None, known: Container[int], ends: float) -> int:
@@ -161,53 +156,3 @@ def _given_away(record: str) -> set[int]:
             if content["ends"] > time.time():
                 slots.add(int(content["slot"]))
     return slots
-
-
-def _content_of(line: str) -> bytes | None:
-    """Return the bytes of a line; None for a line that is not as it was written."""
-    text = line.removeprefix(_BEGINNING)
-    try:
-        data = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True)
-    except binascii.Error:
-        return None
-    content = data[:-_CHECK_BYTES]
-    is_sound = hmac.compare_digest(data[-_CHECK_BYTES:], _check(content))
-    # Base64 has several ways to write the same bytes.
-    is_sound &= base64.urlsafe_b64encode(data).decode().rstrip("=") == text
-    return content if is_sound else None
-
-
-def _unpacked(content: bytes) -> Invitation:
-    """Return the invitation of a sound line. Raises UserError."""
-    version, _, packed = content.partition(b"\n")
-    if content.startswith(b'["'):  # up to version 0.4
-        version = content[2:].partition(b'"')[0]
-    if version != __version__.encode():
-        theirs = outside(version.decode(errors="replace"))
-        raise UserError(
-            f"join: the invitation is of megatron_noloco {theirs}, this machine has {__version__}; install the "
-            "same version"
-        )
-    try:
-        text, _, data = zlib.decompressobj().decompress(packed, _MOST_BYTES).partition(b"\n")
-        fields = dict(zip(Invitation.__dataclass_fields__, json.loads(text), strict=True))
-        member_file = ""
-        for label, size in fields["member_file"]:
-            body = base64.b64encode(data[:size]).decode()
-            lines = [body[start : start + _PEM_WIDTH] for start in range(0, len(body), _PEM_WIDTH)]
-            member_file += "\n".join([f"-----BEGIN {label}-----", *lines, f"-----END {label}-----\n"])
-            data = data[size:]
-        fields["member_file"] = member_file
-        invitation = _INVITATIONS.validate_json(json.dumps(fields))
-        is_somewhere = can_name(invitation.folder) if invitation.folder else bool(invitation.addresses)
-        if not (is_somewhere and all(map(is_address, invitation.addresses))):
-            raise ValueError("no place where the others are")
-    except (zlib.error, ValueError, TypeError, KeyError, ValidationError, RecursionError):
-        raise UserError(
-            "join: the invitation has a content that no `megatron-noloco invite` writes"
-        ) from None
-    return invitation
-
-
-def _check(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()[:_CHECK_BYTES]

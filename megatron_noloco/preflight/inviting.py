@@ -1,7 +1,7 @@
 """How a machine with the key writes an invitation: which slot it gives away, and where a newcomer finds others."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
-from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, Member, Mesh, Status
+from megatron_noloco.federation.mesh import Member, Mesh, Status
 from megatron_noloco.federation.network import Network
 from megatron_noloco.federation.statuses import Statuses, addresses_in
 from megatron_noloco.federation.store import Store
-from megatron_noloco.federation.visit import Visit
+from megatron_noloco.federation.visit import visit
 from megatron_noloco.files import outside
 from megatron_noloco.preflight.invitation import MOST_ADDRESSES, Invitation, can_name, reserve
-from megatron_noloco.preflight.newcomer import digest_of_piece, file_of_piece, offered, tokenizer_piece
+from megatron_noloco.preflight.newcomer import files_of, offered
 from megatron_noloco.settings import MOST_SLOTS, TCP
 
 _LOOK_SECONDS = 6.0  # in which the signs of life of those that are there move twice
@@ -70,17 +70,12 @@ def invite(
         at: HOST:PORT of a running job; None: any that the rendezvous knows.
     """
     others: tuple[Mapping[Member, Status], Collection[Member]]
-    piece, folder, identity = tokenizer_piece(tokenizer), network.folder, keys.identity(VISITOR)
-    if len(piece) > MOST_PIECE_BYTES:
-        raise UserError("invite: the tokenizer's files are too large to be sent: copy config and key instead")
-    digest = digest_of_piece(piece)
+    folder, identity = network.folder, keys.identity(VISITOR)
     try:
         if folder is None:
-            visit = Visit(identity, network.run, [at] if at else network.seeds)
-            others = _of_network(visit), visit.present
+            others = _of_network(identity, network.run, [at] if at else network.seeds)
         else:
             others = _of_folder(folder, network, identity)
-            folder.put(file_of_piece(digest), piece)
         statuses, present = others
         if slot in {member.slot for member in present}:
             raise UserError(f"invite: replica {slot} is running: stop it first, or leave out --slot")
@@ -97,7 +92,7 @@ def invite(
         addresses=_addresses(statuses, present),
         config=shared,
         needs=needs,
-        tokenizer=digest,
+        tokenizer=files_of(tokenizer),
     )
 
 
@@ -109,20 +104,22 @@ def _addresses(statuses: Mapping[Member, Status], present: Collection[Member]) -
     return list(dict.fromkeys(places))[:MOST_ADDRESSES]
 
 
-def _of_network(visit: Visit) -> Mapping[Member, Status]:
-    """Return the jobs that one of them knows. Raises UserError."""
+def _of_network(
+    identity: Identity, run: int, seeds: Sequence[str]
+) -> tuple[Mapping[Member, Status], Collection[Member]]:
+    """Return the jobs that one of them knows, and those of them that are there. Raises UserError."""
     try:
-        statuses = visit.statuses()
+        statuses, present = visit(identity, run, seeds)
     except UserError as error:
         raise UserError(
             f"invite: no job answers ({outside(str(error))}); start one whose port others can reach, or name it "
             "with --at HOST:PORT"
         ) from None
-    if not _addresses(statuses, visit.present):
+    if not _addresses(statuses, present):
         raise UserError(
             "invite: no running job with a port is found; jobs without ports get copies of config and key instead"
         )
-    return statuses
+    return statuses, present
 
 
 def _of_folder(

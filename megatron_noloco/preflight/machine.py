@@ -15,7 +15,6 @@ import torch
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.store import Store, seconds_of_calls
-from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.settings import TCP
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -63,8 +62,12 @@ def is_ready(findings: Sequence[Finding]) -> bool:
     return all(finding.state != "problem" for finding in findings)
 
 
-def check_machine(link: LinkSpeed | None = None) -> Iterator[Finding]:
-    """Report packages, GPUs, network interfaces, shared memory, and buffers for a link."""
+def check_machine(link: tuple[float, float] | None = None) -> Iterator[Finding]:
+    """Report packages, GPUs, network interfaces, shared memory, and buffers for a link.
+
+    Args:
+        link: bytes per second, and seconds one way.
+    """
     yield from check_packages()
     yield from check_gpus()
     yield from check_network()

@@ -1,7 +1,6 @@
 """What an invitation offers to a machine that joins, and the config that the machine writes."""
 
 import base64
-import hashlib
 import json
 import os
 import tempfile
@@ -18,17 +17,14 @@ from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
-from megatron_noloco.federation.visit import LinkSpeed
 from megatron_noloco.files import outside, write_text
-from megatron_noloco.preflight.invitation import DATA, DIGEST_DIGITS, PRETRAINED, Invitation
+from megatron_noloco.preflight.invitation import DATA, PRETRAINED, Invitation
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import fullest_stage
 from megatron_noloco.preflight.plan import architecture_of_run, fits, plan_lines, plan_of
-from megatron_noloco.preflight.schemes import Network
 from megatron_noloco.settings import TCP
-
-TOKENIZER = "tokenizer"  # the piece that each job offers
 
 
 def offered(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
@@ -43,23 +39,12 @@ def offered(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
     return needs + [PRETRAINED] * (config.training.pretrained is not None), shared
 
 
-def tokenizer_piece(tokenizer: Tokenizer) -> bytes:
-    """Return the files of a tokenizer as a piece, which is the same for the same files; none for bytes."""
+def files_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the files of a tokenizer in base64, by name; none for bytes."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.copy_to(kept := Path(folder) / "tokenizer")
-        paths = [path for path in kept.rglob("*") if path.is_file()]
-        files = {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in paths}
-    return json.dumps(files, sort_keys=True).encode()
-
-
-def digest_of_piece(piece: bytes) -> str:
-    """Return the digest by which an invitation names a piece."""
-    return hashlib.sha256(piece).hexdigest()[:DIGEST_DIGITS]
-
-
-def file_of_piece(digest: str) -> str:
-    """Return the name of the file that holds a piece in a rendezvous folder."""
-    return f"{TOKENIZER}-{digest}"
+        paths = [path for path in sorted(kept.rglob("*")) if path.is_file()]
+        return {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in paths}
 
 
 class Local(NamedTuple):
@@ -107,9 +92,18 @@ def _data(needs: Sequence[str], local: Local) -> dict[str, str]:
     return {name or elsewhere: path for name, path in local.data.items()}
 
 
-def write_job(
-    invitation: Invitation, tokenizer: Mapping[str, bytes], local: Local, tell: Callable[[str], object]
-) -> tuple[Path, int]:
+def check_member_file(invitation: Invitation) -> None:
+    """Raise UserError where an invitation has ended, or its member file is not good."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_private(path := Path(folder) / "member.pem", invitation.member_file)
+        try:
+            Keys.read(path).identity(invitation.slot)
+        except UserError as error:
+            text = str(error).replace(f"federation.key_file: {path}", "the invitation")
+            raise UserError(f"join: {text}") from None
+
+
+def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object]) -> tuple[Path, int]:
     """Write config, member file and tokenizer; return the config's file, and how many ranks the job has.
 
     Raises UserError for a malformed config.
@@ -134,7 +128,7 @@ def write_job(
         raw["data"].pop("text", None)
     for name, path in _data(invitation.needs, local).items():
         raw["data"][name] = _from_anywhere(path)
-    for name, content in tokenizer.items():
+    for name, content in invitation.tokenizer_files.items():
         (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
         raw["data"]["tokenizer_model"] = str(folder / "tokenizer")
@@ -193,29 +187,17 @@ def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
     return best, ranks
 
 
-def looked_at(path: Path, way: str, speed: LinkSpeed) -> tuple[bool, list[str]]:
-    """Return whether this machine is ready for the job of a config, and what `doctor` and `plan` say of it.
-
-    Args:
-        way: what was measured, such as the link to a member.
-    """
-    findings = [*check_machine(speed)]
-    config = load_config(path)
+def looked_at(path: Path) -> tuple[bool, list[str]]:
+    """Return whether this machine is ready for the job of a config, and what `doctor` and `plan` say of it."""
+    findings, config = [*check_machine()], load_config(path)
     topology = config.topology(config.parallel.replica_size)
-    plan = plan_of(
-        config,
-        architecture_of_run(config),
-        topology,
-        Network(speed.rate, speed.latency, topology.replica_size),
-    )
+    plan = plan_of(config, architecture_of_run(config), topology)
     return is_ready(findings), [
-        "",
-        f"{way}: {speed.rate * 8 / 1e6:.3f} Mbit/s the slower way, {speed.latency * 1e3:.3f} ms one way",
         "",
         "This machine, as `megatron-noloco doctor` says:",
         *map(str, findings),
         verdict(findings),
         "",
-        "The job, as `megatron-noloco plan` says:",
+        "The job, as `megatron-noloco plan` says; with --bandwidth and --latency also what rounds cost:",
         *plan_lines(plan),
     ]

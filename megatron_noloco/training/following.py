@@ -15,7 +15,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import VISITOR, Keys
 from megatron_noloco.federation.mesh import Member, Status
 from megatron_noloco.federation.statuses import addresses_in
-from megatron_noloco.federation.visit import Visit
+from megatron_noloco.federation.visit import visit
 from megatron_noloco.files import write_text
 from megatron_noloco.monitor.writers import METRICS, OTHERS, parsed, read_row
 
@@ -64,7 +64,7 @@ class Following:
         for path in sorted(self._folder.glob(f"replica_*/{OTHERS}/{_MEMBERS}")):
             with suppress(UserError, OSError, ValueError, KeyError, TypeError):
                 content = parsed(path.read_bytes())
-                statuses = Visit(self._identity(), int(content["run"]), list(content["addresses"])).statuses()
+                statuses, _ = visit(self._identity(), int(content["run"]), list(content["addresses"]))
                 keep_rows(
                     path.parent, [row for member in statuses for row in self._new(member, statuses[member])]
                 )

@@ -16,7 +16,6 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.writers import OTHERS
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.preflight.newcomer import TOKENIZER, tokenizer_piece
 from megatron_noloco.training import finished
 from megatron_noloco.training.following import keep_addresses, keep_rows
 from megatron_noloco.training.prepare import Prepared, with_first_weights
@@ -45,8 +44,6 @@ def meet(
         config.training.train_iters,
         stopping.is_requested,
     )
-    if membership.members is not None:
-        membership.members.mesh.offer(TOKENIZER, tokenizer_piece(prepared.tokenizer))
     came, steps = True, config.training.train_iters
     why = computed_by_rank_0(partial(finished.why_ended, settings, start, steps))
     if not why or membership.finds_trained():

@@ -23,9 +23,9 @@ def test_followers_end_transfer_of_failed_leader(asked: int) -> None:
     assert isinstance(leader, Leader)
 
     for at in range(asked):
-        content = leader.content(at).result()
+        content = leader.content(at)
         assert torch.equal(content, torch.arange(10.0)[4 * at : 4 * at + 4])
-        leader.hand_out(at, torch.add(content, 1, out=leader.result(at))).result()
+        leader.hand_out(at, torch.add(content, 1, out=leader.result(at)))
     for transfer in transfers:
         transfer.wait()
     done = min(4 * asked, 10)
@@ -33,21 +33,20 @@ def test_followers_end_transfer_of_failed_leader(asked: int) -> None:
     assert not workers()
 
 
-def test_a_lone_leader_leaves_no_thread() -> None:
-    """Its weights lie in another order than the canonical one, so that a thread copies them."""
+def test_a_lone_leader_has_no_thread() -> None:
+    """Its weights lie in another order than the canonical one."""
     whole = Matrix(0, 1, 10)
     turned = Holding([Block(0, whole, 0, 5, 1, 5), Block(5, whole, 0, 0, 1, 5)])
     gives, gets = torch.arange(10.0), torch.ones(10)
     (movement,) = movements([turned], [range(10)], bucket=10)
     leader = Gather(movement).whole(gives, gets)
     assert isinstance(leader, Leader)
-    content = leader.content(0).result()
+    content = leader.content(0)
     assert content.tolist() == [5.0, 6.0, 7.0, 8.0, 9.0, 0.0, 1.0, 2.0, 3.0, 4.0]
-    leader.hand_out(0, leader.result(0).copy_(content)).result()
-    assert workers()
+    leader.hand_out(0, leader.result(0).copy_(content))
+    assert not workers()
     leader.wait()
     assert torch.equal(gets, gives)
-    assert not workers()
 
 
 def workers() -> list[str]:

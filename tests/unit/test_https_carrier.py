@@ -1,6 +1,8 @@
 """Members on loopback: statuses, pieces both ways, who is there, strangers, and what is left over."""
 
+import asyncio
 import json
+import math
 import os
 import signal
 import socket
@@ -17,13 +19,13 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megatron_noloco.federation import https_presence, https_server
+from megatron_noloco.federation import https_links, https_server
 from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
-from megatron_noloco.federation.statuses import Statuses
-from megatron_noloco.federation.visit import Visit
+from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
 
 RUN = 0x1234
@@ -163,7 +165,7 @@ def test_pieces_pass_both_ways_with_a_hidden_member(world: World) -> None:
 
 @pytest.mark.parametrize("slot", [0, 2])
 def test_a_member_that_advertises_a_wrong_address_acts(tls: World, slot: int) -> None:
-    """As behind a router: the other one fails to dial it, and it holds a stream of the other."""
+    """As behind a router: the other one fails to dial it, and it opens the link."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         wrong = f"127.0.0.1:{closed.getsockname()[1]}"
     one = tls.add(1)
@@ -179,23 +181,6 @@ def test_a_member_that_advertises_a_wrong_address_acts(tls: World, slot: int) ->
         exchange(giver, taker, f"small/{number}")
         exchange(giver, taker, f"large/{number}", 2**22 + 1)
         ask_and_offer(giver, taker, f"late/{number}")
-
-
-def test_a_status_of_a_third_member_is_asked_for(tls: World) -> None:
-    """Of a hidden member, whose statuses only the middle one hears."""
-    middle = tls.add(0)
-    one = tls.add(1, [middle])
-    hidden = tls.add(2, [middle], listens=False)
-    tls.meet()
-    rogue = Rogue(tls, 3)
-    for names in ("", "x", f"{hidden.me}," * 100, str(rogue.me)):
-        assert b"200" in rogue.request(middle, "GET", f"status?of={names}")
-    one.carrier._soon(
-        one.carrier._take_line, one.carrier._presence.peers[0], {"seen": {"5.5": [0.1, 9], "x": 1}}
-    )
-    hidden.publish(step=7)
-    until(lambda: one.mesh.members()[hidden.me].get("step") == 7)
-    assert Member(5, 5) not in one.mesh.known()
 
 
 def test_two_hidden_members_see_and_do_not_reach_each_other(tls: World) -> None:
@@ -283,17 +268,25 @@ def folder(keys: Keys, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_a_killed_member_is_absent_long_before_the_lease(tls: World, folder: Path, listens: bool) -> None:
+def test_a_killed_member_is_absent_long_before_the_lease(
+    tls: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that had links to it, and has left, does not keep it there."""
     one = tls.add(0)
     other = tls.add(1, [one])
+    leaves = tls.add(3, [one])
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
     with process(folder, 2, one, listens) as killed:
-        until(lambda: one.sees(other, killed.member) and other.sees(one, killed.member))
-        until(lambda: all(someone.carrier._presence.peers[2].stream for someone in (one, other)))
+        until(lambda: one.sees(other, leaves, killed.member) and other.sees(one, leaves, killed.member))
+        until(
+            lambda: all(killed.member in someone.carrier._links.peers[3].linked for someone in (one, other))
+        )
+        until(lambda: all(someone.carrier._links.peers[2].link for someone in (one, other)))
+        tls.members.remove(leaves)
+        leaves.close()
         killed.kill()
         for someone in (one, other):
             until(lambda someone=someone: killed.member not in someone.mesh.members())  # type: ignore[misc]
-            presence = someone.carrier._presence
-            assert presence.clock() - presence.peers[2].seen < https_presence.LEASE_SECONDS
         assert one.sees(other)
         assert killed.member in one.mesh.known()
 
@@ -301,14 +294,15 @@ def test_a_killed_member_is_absent_long_before_the_lease(tls: World, folder: Pat
 def test_a_peer_killed_during_a_transfer_leaves_no_noise(
     tls: World, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = tls.add(0)
-    with process(folder, 2, one) as killed:
-        until(lambda: one.sees(killed.member))
+    first = tls.add(0)
+    with process(folder, 2, first) as killed:
+        one = tls.add(1, [first])  # so it brings pieces
+        until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
         for number in range(8):
             one.mesh.offer(f"piece/{number}", bytes(2**25), to=killed.member)
         until(lambda: killed.member in one.mesh.moved)
         killed.kill()
-        until(lambda: one.sees())
+        until(lambda: one.sees(first))
     one.mesh.withdraw("piece/")
     until(lambda: not one.carrier._sends)
     assert not [record for record in caplog.records if record.name == "asyncio"]
@@ -321,7 +315,7 @@ def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptu
     rogue = Rogue(tls, 3)
     rogue.introduce(one)
     one.mesh.offer("large", bytes(2**25))
-    for path in (f"{one.me}/{rogue.me}/large", "probe?bytes=33000000", "status", "status?once"):
+    for path in (f"{one.me}/{rogue.me}/large", "status"):
         for _ in range(3):
             opened = rogue.connect(one)
             opened.sendall(rogue.head("GET", path))
@@ -337,7 +331,7 @@ def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptu
 def test_a_stopped_member_is_absent_after_the_lease_and_back(
     tls: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(https_presence, "LEASE_SECONDS", 6.0)
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 6.0)
     one = tls.add(0)
     other = tls.add(1, [one])
     with process(folder, 2, one) as stopped:
@@ -379,8 +373,8 @@ def test_hidden_members_stay_known_while_statuses_change_quickly(
     tls: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who sees whom is told in its turn, whatever else is told meanwhile."""
-    monkeypatch.setattr(https_presence, "LEASE_SECONDS", 3.0)
-    monkeypatch.setattr(https_presence, "_PULSE_SECONDS", 0.5)
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(https_links, "PULSE_SECONDS", 0.5)
     one = tls.add(0)
     hidden = [tls.add(slot, [one], listens=False) for slot in (1, 2)]
     tls.meet()
@@ -394,18 +388,19 @@ def test_an_absent_member_has_no_wishes(tls: World, folder: Path) -> None:
     """Nor is a piece brought to it for ever."""
     one = tls.add(0)
     with process(folder, 2, one) as other:
-        until(lambda: one.sees(other.member) and one.carrier._presence.peers[2].is_followed)
-        one.carrier._soon(one.carrier._take_wishes, one.carrier._presence.peers[2], {"1": "a", "2": "b"})
+        until(lambda: one.sees(other.member) and one.carrier._links.peers[2].link)
+        link = one.carrier._links.peers[2].link
+        one.carrier._soon(one.carrier._take_wishes, link, {"1": "a", "2": "b"})
         until(lambda: len(one.mesh.offers.takers("")) == 2)
         one.mesh.offer("a", b"")
     until(lambda: other.member not in one.mesh.members())
-    until(lambda: not one.mesh.offers.takers("") and not one.carrier._presence.peers[2].granting)
+    until(lambda: not one.mesh.offers.takers(""))
     tasks = one.carrier._tasks
     until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
 
 
 def test_a_suspended_process_loses_nobody(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(https_presence, "LEASE_SECONDS", 5.0)
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 5.0)
     one = tls.add(0)
     other = tls.add(1, [one])
     tls.meet()
@@ -531,6 +526,20 @@ def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
     exchange(one, newcomer, "piece")
 
 
+def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
+    async def body() -> None:
+        text = json.dumps({"addresses": ["127.0.0.1:1"]})
+        peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
+        assert peer.is_due()
+        peer.dialling = asyncio.create_task(asyncio.sleep(0))
+        assert not peer.is_due()
+        peer.dialling.cancel()
+        await asyncio.wait([peer.dialling])
+        assert peer.is_due()
+
+    asyncio.run(body())
+
+
 # Members that misbehave
 
 
@@ -566,16 +575,34 @@ class Rogue:
         lines = [f"{name}: {value}" for name, value in named.items()]
         return "\r\n".join([f"{method} /run/{RUN:016x}/{path} HTTP/1.1", *lines, "", ""]).encode()
 
-    def introduce(self, victim: Someone, **status: Any) -> bytes:
+    @contextmanager
+    def link(self, victim: Someone, **status: Any) -> Iterator[tuple[socket.socket, Any]]:
+        """Open a link; yield what to write to, and what to read from, of which the head was read."""
         self.statuses.sign(status)
         assert self.statuses.own is not None
-        return self.request(victim, "PUT", "status", self.statuses.own.line)
+        with self.connect(victim) as opened, opened.makefile("rb") as reads:
+            opened.sendall(self.head("PUT", "link", Transfer_Encoding="chunked"))
+            self.write(opened, self.statuses.own.line)
+            self.answer = reads.readline()
+            yield opened, reads
+
+    def write(self, opened: socket.socket, text: bytes) -> None:
+        opened.sendall(b"%x\r\n%s\n\r\n" % (len(text) + 1, text))
+
+    def introduce(self, victim: Someone, **status: Any) -> bytes:
+        """Open a link for a moment; return the first line of the answer."""
+        with self.link(victim, **status):
+            return self.answer
 
 
 def test_large_statuses_and_pieces_are_refused_unread(world: World) -> None:
     one = world.add(0)
     rogue = Rogue(world, 3)
-    assert b"413" in rogue.request(one, "PUT", "status", bytes(10**7))
+    with rogue.connect(one) as opened, suppress(OSError):
+        opened.sendall(rogue.head("PUT", "link", Transfer_Encoding="chunked"))
+        for _ in range(100):
+            rogue.write(opened, bytes(10**5))
+        assert not opened.recv(2**12)
     assert b"200" in rogue.introduce(one)
     piece = f"{rogue.me}/{one.me}/name"
     assert b"413" in rogue.request(one, "PUT", piece, Content_Length=str(2**26 + 1))
@@ -598,26 +625,40 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
     assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
     later = Rogue(world, 3)
     later.introduce(one)
-    assert b"410" in rogue.request(one, "GET", "status")
+    assert b"410" in rogue.introduce(one)
     assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
     assert b"410" in rogue.request(one, "GET", f"{one.me}/{rogue.me}/name")
     if world.keys is not None:
         rogue.me = other.me
         assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
-        assert b"400" in Rogue(world, 4).request(one, "PUT", "status", b"{}")
+        assert b"403" in rogue.introduce(one)
+        liar = Rogue(world, 4)
+        liar.statuses = later.statuses
+        assert b"400" in liar.introduce(one)
 
 
-@pytest.mark.parametrize("age", [10**400, -1, "1", None, True, 1e300])
-def test_an_absurd_sight_is_left_out(world: World, age: Any) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"linked": {"x": True}},
+        {"linked": {f"0.{10**400}": True}},
+        {"known": {"x": [1, 1]}},
+        {"known": {"1": 7}},
+        {"known": {"1": [[], None]}},
+    ],
+)
+def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
     one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
     rogue = Rogue(world, 3)
-    rogue.introduce(one)
-    seen = one.carrier._presence.peers[3].seen
-    one.carrier._soon(
-        one.carrier._take_line, one.carrier._presence.peers[3], {"seen": {str(rogue.me): [age, 1]}}
-    )
-    time.sleep(0.1)
-    assert one.carrier._presence.peers[3].seen - seen < 5.0
+    with rogue.link(one) as (opened, reads):
+        until(lambda: rogue.me in one.mesh.members())
+        rogue.write(opened, json.dumps(line).encode())
+        while reads.readline():
+            pass
+    until(lambda: one.sees(other))
+    assert other.sees(one)
 
 
 def test_requests_of_http_1_0_are_refused(world: World) -> None:
@@ -635,11 +676,11 @@ def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.Monk
     world.meet()
     monkeypatch.setattr(Answers, "_give", AsyncMock(side_effect=ZeroDivisionError))
     with pytest.raises(StalledError):
-        one.mesh.fetch(other.me, "piece", 2.0)
-    (line,) = other.lines
+        other.mesh.fetch(one.me, "piece", 2.0)
+    (line,) = one.lines
     assert line.startswith("a request could not be answered: ZeroDivisionError")
-    other.carrier.faults.clear()
-    assert other.sees(one)
+    one.carrier.faults.clear()
+    assert one.sees(other)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\nb", "", "x" * 161, 7])
@@ -652,10 +693,10 @@ def test_who_was_a_member_is_none_when_its_certificate_has_ended(tls: World) -> 
     rogue = Rogue(tls, 3)
     rogue.introduce(one)
     until(lambda: rogue.me in one.mesh.known())
-    peer = one.carrier._presence.peers[3]
-    assert peer.ends > time.time()
+    peer = one.carrier._links.peers[3]
+    assert one.carrier._links.is_there(peer)
     peer.ends = time.time() - 1
-    assert not one.carrier._presence.is_there(peer)
+    assert not one.carrier._links.is_there(peer)
 
 
 def test_garbage_ends_one_connection_only(world: World) -> None:
@@ -670,7 +711,7 @@ def test_garbage_ends_one_connection_only(world: World) -> None:
         with rogue.connect(one) as opened, suppress(OSError):
             opened.sendall(garbage)
             opened.recv(2**10)
-    for path in ("probe?bytes=99999999999", "probe?bytes=x", "a", "a/b/c", "status/x"):
+    for path in ("a", "a/b/c", "status/x"):
         assert rogue.request(one, "GET", path)[9:12] in (b"400", b"403", b"404")
     peer = world.add(1, [one])
     world.meet()
@@ -727,26 +768,18 @@ def tls_of(world: World) -> bool:
 # Visitors
 
 
-def test_a_visitor_reads_statuses_and_pieces_for_all(world: World) -> None:
+def test_a_visitor_reads_statuses(world: World) -> None:
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-    visit = Visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
-    assert set(visit.statuses()) == {one.me, other.me}
-    other.mesh.offer("for all", b"content" * 1000)
-    other.mesh.offer("for one", b"content", to=one.me)
-    assert visit.piece(other.me, "for all") == b"content" * 1000
-    with pytest.raises(RefusedError, match="another member's"):
-        visit.piece(other.me, "for one")
-    speed = visit.measure()
-    assert speed.rate > 0
-    assert speed.latency > 0
+    statuses, present = visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
+    assert {*statuses} == present == {one.me, other.me}
     with pytest.raises(ValueError, match=f"nobody answers at {nobody}: Connection refused"):
-        Visit(world.identity(MOST_SLOTS), RUN, [nobody]).statuses()
+        visit(world.identity(MOST_SLOTS), RUN, [nobody])
     with pytest.raises(ValueError, match="is of another run"):
-        Visit(world.identity(MOST_SLOTS), RUN + 1, [one.address]).statuses()
+        visit(world.identity(MOST_SLOTS), RUN + 1, [one.address])
     assert one.sees(other)
 
 

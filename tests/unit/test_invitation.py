@@ -1,14 +1,8 @@
-"""An invitation is read as it was written, and from a mail; each slot is given away once."""
+"""An invitation is read as it was written; each slot is given away once."""
 
-import base64
 import json
-import random
-import re
-import string
 import threading
 import time
-import zlib
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +12,7 @@ import pytest
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.preflight import invitation
-from megatron_noloco.preflight.invitation import (
-    LONGEST_LINE,
-    Invitation,
-    file_of,
-    invitation_in,
-    line_of,
-    reserve,
-)
+from megatron_noloco.preflight.invitation import Invitation, invitation_in, reserve, text_of
 
 DAY = 86400.0
 
@@ -46,7 +32,7 @@ def made(keys: Keys) -> Invitation:
         addresses=["first.example.org:29600", "[2001:db8::1]:29600"],
         config={"training": {"train_iters": 100}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
         needs=["text", "pretrained"],
-        tokenizer="0f" * 16,
+        tokenizer={"tokenizer.json": "e30=", "additional_chat_templates/a.jinja": ""},
     )
 
 
@@ -58,71 +44,19 @@ def refused(text: str) -> str:
 
 
 def test_an_invitation_is_read_as_it_was_written(made: Invitation, keys: Keys, tmp_path: Path) -> None:
-    line = line_of(made)
-    assert re.fullmatch(r"noloco-[\w-]+", line, re.ASCII)
-    assert len(line) <= LONGEST_LINE
-    for text in (line, file_of(line, 5, "2027-01-01 00:00 UTC")):
-        assert invitation_in(text) == made
-    (path := tmp_path / "member.pem").write_text(invitation_in(line).member_file)
+    found = invitation_in(text_of(made))
+    assert found == made
+    assert found.tokenizer_files == {"tokenizer.json": b"{}", "additional_chat_templates/a.jinja": b""}
+    (path := tmp_path / "member.pem").write_text(found.member_file)
     member = Keys.read(path)
     assert (member.slot, member.can_invite, member._authority) == (5, False, keys._authority)
     assert member.identity(5).slot == 5
 
 
-def test_no_text_but_the_one_that_was_written_is_taken(made: Invitation) -> None:
-    line, draw = line_of(made), random.Random(1)
-    mutants = {line[:cut] for cut in range(0, len(line), 29)} | {line + "=", line + "A", line.lower(), ""}
-    while len(mutants) < 300:
-        place = draw.randrange(len(line))
-        mutants.add(line[:place] + draw.choice(string.printable) + line[place + draw.randrange(2) :])
-    changed = {mutant for mutant in mutants if re.sub("[^a-zA-Z0-9_-]", "", mutant) != line}
-    assert len(changed) > 200
-    for mutant in changed:
-        assert re.match("join: (this is no|a part of the) invitation", refused(mutant))
-    for mutant in mutants - changed:  # with a space or a sign more
-        with suppress(ValueError):
-            assert invitation_in(mutant) == made
-
-
-@pytest.mark.parametrize(
-    "mail",
-    [
-        "megatron-noloco join {line}\n",
-        "megatron-noloco join invitation-5.noloco\nmegatron-noloco join {line}\n",
-        "(.venv) me@host:~$ megatron-noloco join '{line}' --start\n",
-        "Hello,\n\nhere it is:\n\n{wrapped}\n\nBest regards,\nA.\n",
-        "On Friday A. wrote:\n> Paste this:\n> {quoted}\n>\n> Best regards\n",
-        ">> {twice}\r\n",
-        "\u201c{line}\u201d",
-        "<{line}>.",
-        "{soft}\n",
-    ],
-)
-def test_an_invitation_is_found_in_a_mail(made: Invitation, mail: str) -> None:
-    line = line_of(made)
-    pieces = [line[at : at + 70] for at in range(0, len(line), 70)]
-    text = mail.format(
-        line=line, wrapped="\n".join(pieces), quoted="\n> ".join(pieces), twice="\r\n>> ".join(pieces),
-        soft="=\n".join(pieces),
-    )  # fmt: skip
-    assert invitation_in(text) == made
-    assert "a part of the invitation is missing or changed: copy all" in refused(text.replace(pieces[-1], ""))
-    assert 'this is no invitation, which begins with "noloco-"' in refused(text.replace("noloco-", ""))
-
-
-def packed(content: bytes) -> str:
-    """Return a line with a sound checksum."""
-    return "noloco-" + base64.urlsafe_b64encode(content + invitation._check(content)).decode().rstrip("=")
-
-
-def test_another_version_is_named(made: Invitation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invitation, "__version__", "9.0\x1b[2J")
-    later = line_of(made)
-    monkeypatch.undo()
+def test_another_version_is_named(made: Invitation) -> None:
+    content = json.loads(text_of(made)) | {"megatron_noloco": "9.0\x1b[2J"}
     told = f", this machine has {__version__}; install the same version"
-    assert f"the invitation is of megatron_noloco 9.0\\x1b[2J{told}" in refused(later)
-    earlier = packed(b'["0.3.9","tcp://first:29600","0f0f","a1a1"]')
-    assert f"the invitation is of megatron_noloco 0.3.9{told}" in refused(earlier)
+    assert f"the invitation is of megatron_noloco 9.0\\x1b[2J{told}" in refused(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -150,42 +84,45 @@ def test_another_version_is_named(made: Invitation, monkeypatch: pytest.MonkeyPa
         {"addresses": "a:1"},
         {"config": []},
         {"needs": ["tokenizer_model"]},
-        {"tokenizer": "../../etc/passwd"},
-        {"tokenizer": "0f" * 16 + "\n"},
-        {"member_file": [["PRIVATE KEY", "all"]]},
-        {"member_file": [["PRIVATE KEY", 20_000]]},
+        *(
+            {"tokenizer": {name: "e30="}}
+            for name in (
+                "../escaped",
+                "/etc/passwd",
+                "a/../../b.json",
+                "run.sh",
+                "",
+                "tokenizer.json\n",
+                "additional_chat_templates/../../x.jinja",
+                "additional_chat_templates/...jinja",
+            )
+        ),
+        {"tokenizer": {"tokenizer.json": "\x1b"}},
+        {"tokenizer": {"tokenizer.json": 1}},
+        {"tokenizer": ["tokenizer.json"]},
+        {"member_file": "x" * 20_000},
         {"member_file": None},
         {"command": "touch /tmp/x"},
+        {"megatron_noloco": 7},
     ],
     ids=lambda changes: str(changes)[:50],
 )
 def test_a_content_that_is_wrong_is_refused(made: Invitation, changes: dict[str, Any]) -> None:
-    def line(content: Any) -> str:
-        text = json.dumps(list(content.values())).encode() + b"\n" + bytes(30_000)
-        return packed(f"{__version__}\n".encode() + zlib.compress(text))
-
-    right = asdict(made) | {"member_file": [["PRIVATE KEY", 138]]}
-    assert invitation_in(line(right)).slot == 5
-    assert "a content that no `megatron-noloco invite` writes" in refused(line(right | changes))
+    content = asdict(made)
+    assert invitation_in(json.dumps(content | {"megatron_noloco": __version__})).slot == 5
+    content |= {"megatron_noloco": __version__} | changes
+    assert "a content that no `megatron-noloco invite` writes" in refused(json.dumps(content))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"not compressed",
-        *map(zlib.compress, (b"", b"[]", b"[" * 60_000, b"null\n", b"{}", bytes(10**7))),
-    ],
-    ids=range(8),
-)
-def test_a_hostile_content_is_refused_with_a_line(content: bytes) -> None:
-    assert "a content that no" in refused(packed(f"{__version__}\n".encode() + content))
+@pytest.mark.parametrize("text", ["", "noloco-abc", "[" * 60_000, "null", '{"run": 1', "[]", "\0"])
+def test_a_text_that_is_no_invitation_is_refused_with_a_line(text: str) -> None:
+    assert "this is no invitation, or a part of it is missing" in refused(text)
 
 
 def test_a_folder_needs_no_address(made: Invitation) -> None:
     for folder in ("file:///shared/run of \u00e4", "s3://bucket/run"):
         through = replace(made, folder=folder, addresses=[])
-        assert invitation_in(line_of(through)) == through
+        assert invitation_in(text_of(through)) == through
 
 
 class TestReserve:

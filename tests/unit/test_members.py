@@ -12,7 +12,6 @@ from megatron_noloco.federation.members import (
     LONGEST_ROW,
     Attendance,
     FinalStatus,
-    OwnRows,
     Peer,
     PeerStatus,
 )
@@ -60,16 +59,16 @@ def test_many_at_once_are_one_line() -> None:
 # Rows of metrics
 
 
-def test_of_many_rows_those_of_rounds_and_the_newest_are_told() -> None:
-    rows = OwnRows()
-    for number in range(1, 41):
-        rows.add(f"row {number}", is_plain=number % 20 != 10)
-    assert [number for number, _ in rows.publish(9999)] == [10, 30, 39, 40]
-    assert not rows.is_new
-    for number in range(41, 46):
-        rows.add(f"row {number}", is_plain=False)
-    assert rows.is_new
-    assert [number for number, _ in rows.publish(9999)] == [42, 43, 44, 45]
+def test_a_plain_row_gives_way_to_rows_that_wait() -> None:
+    one = members_of(World(), 0)
+    for number in range(40):
+        one.publish_row({"kind": "step" if number % 20 else "evaluation", "number": number})
+    one.publish_row({"kind": "step", "round/index": 1, "number": 40})
+    one.change()
+    assert [json.loads(text)["number"] for _, text in one.mesh.statuses.own.status["rows"]] == [0, 20, 40]
+    one.publish_row({"kind": "step", "number": 41})
+    one.change()
+    assert [number for number, _ in one.mesh.statuses.own.status["rows"]] == [1, 2, 3, 4]
 
 
 def test_a_status_has_the_rows_for_which_there_is_room() -> None:

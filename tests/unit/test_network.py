@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -123,21 +123,6 @@ def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: 
         place_to_advertise(advertise, listen)
 
 
-@pytest.mark.parametrize("host", ["fe80::1", "fe80::1%eth0"])
-def test_link_local_addresses_of_ipv6_are_refused(host: str) -> None:
-    """The name of the interface, which they need, is another one on each host."""
-    place = f"[{host}]:9"
-    refused: dict[str, Callable[[], object]] = {
-        "rendezvous": lambda: seeds_in(place),
-        "listen": lambda: place_to_listen(f"tcp://{place}", ["a:1"]),
-        "advertise": lambda: place_to_advertise(f"tcp://{place}", "*:9"),
-    }
-    for field, accept in refused.items():
-        line = f"federation.{field}: {host} is an IPv6 link-local address, which"
-        with pytest.raises(UserError, match=line if "%" not in host else "federation"):
-            accept()
-
-
 # The address of this host
 
 
@@ -214,21 +199,6 @@ def test_a_host_without_a_route_is_known_by_its_name(
     assert "set federation.advertise" in line
 
 
-def test_link_local_addresses_are_named(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Of a seed and of this host. Two machines with a cable between them may have no others."""
-    monkeypatch.setattr(module, "reachable_address", lambda hosts: "169.254.7.8")
-    with replicas(Network(RUN, {}, ["169.254.7.7:9"])) as (own,):
-        assert own.status.addresses[0].startswith("169.254.7.8:")
-    of_seed, of_own = capfd.readouterr().err.splitlines()
-    why = "a link-local address, which leads there from the same cable or switch only"
-    assert of_seed == f"replica 0: federation.rendezvous has 169.254.7.7, {why}"
-    where = f"replica 0: others look for this job at 169.254.7.8, {why}; where they are elsewhere"
-    assert of_own.startswith(where)
-    assert "set federation.advertise" in of_own
-
-
 # Ports and folders that cannot be used
 
 
@@ -238,30 +208,15 @@ def test_an_address_of_another_host_is_refused_in_one_line(tmp_path: Path, host:
         through(tmp_path, f"{host}:29511").open(0)
 
 
-@pytest.mark.parametrize(
-    ("known", "remedy"),
-    [
-        ("", "port 0 takes any that is free"),
-        (
-            "rendezvous",
-            'if another job of this federation has it, set federation.listen to "tcp://*:0"; else end the process '
-            "that has it, or give federation.rendezvous of all jobs another port",
-        ),
-        ("advertise", "end the process that has it, or choose another port, which federation.advertise leads to"),
-    ],
-)  # fmt: skip
-def test_a_port_that_is_taken_is_refused_in_one_line(
-    known: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a remedy that is good where others know this replica by its port, too."""
+def test_a_port_that_is_taken_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PORT_SECONDS", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        seeds = ["a:1", place] if known == "rendezvous" else []
-        network = Network(RUN, {}, seeds, listen=place, advertise="a:1" if known == "advertise" else None)
-        line = f"federation.listen: cannot listen at tcp://{place}: Address already in use; {remedy}"
-        with pytest.raises(UserError, match=f"^{re.escape(line)}$"):
-            network.open(0)
+        line = (
+            f"federation.listen: cannot listen at tcp://{place}: Address already in use; end the process that"
+        )
+        with pytest.raises(UserError, match=f"^{re.escape(line)}[^\n]*$"):
+            Network(RUN, {}, listen=place).open(0)
 
 
 def test_port_held_by_this_process_is_refused(tmp_path: Path) -> None:
