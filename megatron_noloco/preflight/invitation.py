@@ -30,7 +30,6 @@ from megatron_noloco.federation.statuses import is_address
 from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
-DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 LONGEST_LINE = 2000  # characters that every terminal and mail takes
@@ -100,7 +99,7 @@ def file_of(line: str, slot: int, until: str) -> str:
     wrapped = "\n".join(line[start : start + _WIDTH] for start in range(0, len(line), _WIDTH))
     return (
         f"An invitation to be replica {slot} of a federation of megatron_noloco until {until}.\n"
-        "Keep it as you keep a key. On the machine that joins run `megatron-noloco join FILE`.\n\n"
+        "Keep it as you keep a key. On the machine that joins run the command that `invite` has printed.\n\n"
         f"{wrapped}\n"
     )
 

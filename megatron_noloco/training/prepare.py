@@ -28,6 +28,7 @@ from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
@@ -166,13 +167,18 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
 
 
 def _slot(config: RunConfig, replica: int | None) -> int:
-    """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit."""
+    """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit.
+
+    Without `--replica` it is the slot of the member file, if the machine has joined by an invitation.
+    """
     if not config.federation.exists:
         if replica is not None:
             raise UserError(
                 "--replica: the config has no federation.rendezvous; without, all replicas are one job"
             )
         return 0
+    if replica is None and config.federation.key_file is not None:
+        replica = Keys.read(Path(config.federation.key_file)).slot
     if replica is None or not 0 <= replica < MOST_SLOTS:
         wrong = "is missing" if replica is None else f"{replica} is out of range"
         raise UserError(
