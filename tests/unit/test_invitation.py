@@ -89,7 +89,7 @@ def test_no_text_but_the_one_that_was_written_is_taken(made: Invitation) -> None
     [
         "megatron-noloco join {line}\n",
         "megatron-noloco join invitation-5.noloco\nmegatron-noloco join {line}\n",
-        "(.venv) me@host:~$ megatron-noloco join '{line}' --start\n",
+        "(.venv) me@host:~$ megatron-noloco join '{line}' --no-start\n",
         "Hello,\n\nhere it is:\n\n{wrapped}\n\nBest regards,\nA.\n",
         "On Friday A. wrote:\n> Paste this:\n> {quoted}\n>\n> Best regards\n",
         ">> {twice}\r\n",
