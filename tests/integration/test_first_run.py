@@ -199,7 +199,7 @@ FIVE = blocks()["Five commands"]
 
 @pytest.mark.slow
 def test_five_commands_and_what_they_print(machines: list[Machine]) -> None:
-    printed = follow(machines, FIVE[0][0][0], {"training": {"train_iters": 2000}})
+    printed = follow(machines, FIVE[0][0][0], {"training": {"train_iters": 500}})
     assert FIVE[2][0][1] == "scp invitation-1.noloco second:"
     for (_, lines), text in zip(FIVE, printed, strict=True):
         assert lines
