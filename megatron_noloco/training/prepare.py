@@ -20,6 +20,7 @@ from megatron_noloco.checkpoint.catalog import (
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
@@ -145,15 +146,32 @@ def _read(
         documents=config.documents(tokenizer.end_of_document),
     )
     data = open_data(config.data.source, tokenizer, needs)
-    count = None if evaluation.full else evaluation.iters
     validation = []
     if data.validation is not None:
         parts = zip(data.validation.parts, data.validation.weights, strict=True)
         validation = [
-            ValidationSource(samples, config.micro_batch_size, count, weight, topology.microbatches_at_once)
+            ValidationSource(
+                samples,
+                config.micro_batch_size,
+                _validation_count(evaluation, len(samples), config.micro_batch_size),
+                weight,
+                topology.microbatches_at_once,
+            )
             for samples, weight in parts
         ]
     return data, validation
+
+
+def _validation_count(evaluation: EvaluationConfig, samples: int, micro_batch_size: int) -> int | None:
+    """Return how many microbatches of so many samples an evaluation takes; None: all.
+
+    A number that the file gives must be there. The default takes what a short text has.
+    """
+    if evaluation.full:
+        return None
+    if "iters" in evaluation.model_fields_set:
+        return evaluation.iters
+    return min(evaluation.iters, max(1, -(-samples // micro_batch_size)))
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
