@@ -565,6 +565,17 @@ def test_generation_config_that_cannot_be_read_is_one_line(model_of_bytes: Path)
     assert line.startswith(f"{model_of_bytes}: transformers: ")
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(2, 2), (100, 29)], ids=["as told", "a full context"])
+def test_so_many_tokens_are_generated(model_of_bytes: Path, tokens: int, expected: int) -> None:
+    """Of a context of 32 tokens the prompt takes three. An untrained model does not end by itself."""
+    config = {"eos_token_id": None, "suppress_tokens": list(range(128, 259))}  # one character for each token
+    (model_of_bytes / "generation_config.json").write_text(json.dumps(config))
+    code, text, _ = call("generate", str(model_of_bytes), "--prompt", "the", "--tokens", str(tokens))
+    assert code == 0
+    assert text.startswith("the")
+    assert len(text.removesuffix("\n")) == 3 + expected
+
+
 def test_what_of_a_folder_is_not_evaluated_is_said(
     tmp_path: Path, model_of_bytes: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
