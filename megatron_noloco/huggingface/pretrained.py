@@ -50,14 +50,13 @@ def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output
         sizes: see `read_sizes`.
         data: see `DataConfig.reading`.
     """
-    length = min(sizes["seq_length"], _LONGEST_SAMPLE)
-    return RunConfig(
-        **_TO_CONTINUE,
-        bf16={"enabled": torch.cuda.is_available() and torch.cuda.is_bf16_supported()},
-        model={**sizes, "seq_length": length},
-        data={name or "text": path for name, path in data.items()},
-        training={"train_iters": 2000, "output_dir": output_dir},
-    )
+    own: dict[str, Any] = {
+        "bf16": {"enabled": torch.cuda.is_available() and torch.cuda.is_bf16_supported()},
+        "model": {**sizes, "seq_length": min(sizes["seq_length"], _LONGEST_SAMPLE)},
+        "data": {name or "text": path for name, path in data.items()},
+        "training": {"train_iters": 2000, "output_dir": output_dir},
+    }
+    return RunConfig(**_TO_CONTINUE, **own)
 
 
 def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
