@@ -78,7 +78,7 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.invitation import LONGEST_LINE, file_of, line_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
-    from megatron_noloco.preflight.newcomer import own_options, write_private
+    from megatron_noloco.preflight.newcomer import join_options, write_private
     from megatron_noloco.training.prepare import network_for
 
     config = load_config(args.config)
@@ -92,12 +92,11 @@ def _invite(args: argparse.Namespace) -> int:
     path = args.file or Path(f"invitation-{invitation.slot}.noloco")
     with writing(path, "--file"):
         write_private(path, file_of(line, invitation.slot, until))
-    options, own = own_options(config, invitation.needs), ""
-    if options:
-        own = " The paths are those of this machine: give those of the other."
+    options = join_options(config, invitation.needs)
+    paths = " The paths are those of this machine: give those of the other." * bool(options)
     sys.stderr.write(
         f"Copy {path} to the other machine, as you would copy a key, and run there the command below; until "
-        f"{until} that machine can be replica {invitation.slot}.{own}\n"
+        f"{until} that machine can be replica {invitation.slot}.{paths}\n"
     )
     say(shlex.join(["megatron-noloco", "join", path.name, *options]))
     if len(line) <= LONGEST_LINE:

@@ -79,12 +79,12 @@ class Local(NamedTuple):
     listen: str = "tcp://*:0"
 
 
-def own_options(config: RunConfig, needs: Sequence[str]) -> list[str]:
+def join_options(config: RunConfig, needs: Sequence[str]) -> list[str]:
     """Return the options of `join` for what a newcomer must have itself, with the paths of this machine."""
     options = []
     for name in needs:
         value = config.training.pretrained if name == PRETRAINED else getattr(config.data, name)
-        path = _from_here(value) if isinstance(value, str) else "PATH"
+        path = _relative_to_here(value) if isinstance(value, str) else "PATH"
         if name == PRETRAINED:
             options += ["--pretrained", path]
         else:
@@ -92,7 +92,7 @@ def own_options(config: RunConfig, needs: Sequence[str]) -> list[str]:
     return options
 
 
-def _from_here(path: str) -> str:
+def _relative_to_here(path: str) -> str:
     """Return a path below the current folder without that folder, else the path."""
     return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 

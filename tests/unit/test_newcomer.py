@@ -43,8 +43,8 @@ from megatron_noloco.preflight.newcomer import (
     Local,
     check_local,
     digest_of_piece,
+    join_options,
     offered,
-    own_options,
     proposed,
     tokenizer_piece,
     write_job,
@@ -533,7 +533,7 @@ def test_the_options_of_a_newcomer_name_fields_and_weights(tmp_path: Path) -> No
     config = RunConfig(**raw(data=data, training={"pretrained": "/there"}))
     needs, _ = offered(config)
     expected = "--data a --data valid_data_path=PATH --pretrained /there"
-    assert own_options(config, needs) == expected.split()
+    assert join_options(config, needs) == expected.split()
 
 
 @pytest.mark.parametrize("dp", [1, 2])
