@@ -285,9 +285,9 @@ def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @contextmanager
-def network_lab(links: Sequence[Link]) -> Iterator[Lab]:
+def network_lab(links: Sequence[Link], names: Sequence[str] = ()) -> Iterator[Lab]:
     """Make hosts of a network lab; skips the test where this machine does not permit one."""
-    with _permitted(lab(links)) as there:
+    with _permitted(lab(links, names=names)) as there:
         yield there
 
 

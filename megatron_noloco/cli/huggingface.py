@@ -3,16 +3,18 @@
 import argparse
 import json
 import math
+import shlex
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.exit_codes import StoppedError
+from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
 from megatron_noloco.cli.options import (
     CHECKPOINT,
     Commands,
     add_command,
+    add_data,
     at_least_one,
     at_least_zero,
     dtype,
@@ -25,9 +27,14 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import writing
 
 if TYPE_CHECKING:
+    from megatron_noloco.config import RunConfig
     from megatron_noloco.huggingface.evaluate import Result
 
 _SHARD_BYTES = 500 * 10**6
+_IMPORT = """\
+Without --config the run has AdamW with a small learning rate, samples of the model's context (at most 4,096
+tokens), bf16 on GPUs, and for separate jobs a layout for the GPUs of this machine. Change the file as you like
+before the run starts."""
 _MODEL = f"a Hugging Face folder, or a checkpoint: {CHECKPOINT}"
 
 
@@ -57,11 +64,21 @@ def add_commands(commands: Commands) -> None:
         commands,
         "import",
         "write the config of a run that starts from a Hugging Face folder",
-        "import models/Llama-3.2-1B --config configs/llama_3.2_1b.json --output my-run.json",
+        "import my-model --data my-texts --rendezvous tcp://first:29600 --output my-run.json",
+        _IMPORT,
     )
     add = import_.add_argument
     add("folder", help="a Hugging Face model with safetensors")
-    add("--config", required=True, help="a config file; its block model is replaced, and may lack sizes")
+    config = (
+        "a config file; its block model is replaced, and may lack sizes (default: settings for this model)"
+    )
+    add("--config", help=config)
+    add_data(import_, "what the run reads", "text")
+    rendezvous = (
+        "for replicas that are separate jobs, where they find each other: tcp://HOST:PORT of this machine, or a "
+        "folder or bucket, see federation.rendezvous; also makes the key, if there is none"
+    )
+    add("--rendezvous", metavar="URL", help=rendezvous)
     add("--output", required=True, help="the config file to write")
     without = "do not compare the logits of a text with those of transformers, which takes 8 bytes per weight"
     add("--no-check", action="store_true", help=without)
@@ -133,22 +150,67 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import load_config
-    from megatron_noloco.huggingface.pretrained import import_folder, read_sizes
+    from megatron_noloco.federation.keys import Keys
+    from megatron_noloco.huggingface.pretrained import import_folder
     from megatron_noloco.huggingface.whole_model import check_import
+    from megatron_noloco.preflight.newcomer import memory_of_gpus, proposed
+    from megatron_noloco.settings import FederationSettings
+    from megatron_noloco.training.prepare import check_data, check_start
 
-    if Path(args.output).exists():
-        raise UserError(f"{args.output}: exists; give another --output, or remove it")
-    template = load_config(args.config, read_sizes(Path(args.folder)))
-    config, lines = import_folder(Path(args.folder), template)
+    folder, output = Path(args.folder), Path(args.output)
+    if output.exists():
+        raise UserError(f"{output}: exists; give another --output, or remove it")
+    template = _template(args)
+    config, lines = import_folder(folder, template)
+    if args.data:
+        tokenizer, architecture = check_start(config.replace(federation=FederationSettings()))
+        check_data(config, None, tokenizer, architecture)
     if not args.no_check:
-        lines.append(check_import(Path(args.folder)))
-    with writing(args.output, "--output"):
-        Path(args.output).write_text(json.dumps(config.given(), indent=2) + "\n")
-    if config.data != template.data:
+        lines.append(check_import(folder))
+    federation = config.federation
+    if args.config is None and federation.exists:
+        config, _ = proposed(config, memory_of_gpus())
+    with writing(output, "--output"):
+        output.write_text(json.dumps(config.given(), indent=2) + "\n")
+        if args.rendezvous is not None and not (key := Path(str(federation.key_file))).exists():
+            Keys.make(key)
+            lines.append(f"{key}: the key of the run, which `invite` needs")
+    if config.data != template.data and config.data.text is None:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    say(*lines, f"{args.output}: starts from {args.folder}")
+    say(*lines, f"{output}: starts from {args.folder}")
+    if args.rendezvous is not None:
+        say(
+            f"Start it with: megatron-noloco train {shlex.quote(str(output))} --replica 0",
+            f"Then, for each further machine: megatron-noloco invite {shlex.quote(str(output))}",
+        )
     return 0
+
+
+def _template(args: argparse.Namespace) -> "RunConfig":
+    """Return the config that `import` gives a model."""
+    from megatron_noloco.config import load_config
+    from megatron_noloco.federation.network import meeting_place
+    from megatron_noloco.huggingface.pretrained import config_to_continue, read_sizes
+
+    sizes, output = read_sizes(Path(args.folder)), Path(args.output)
+    if args.config is not None:
+        config = load_config(args.config, sizes)
+        if args.data:
+            config = config.replace(data=config.data.reading(dict(args.data)))
+    elif not args.data:
+        raise UserError(
+            "import: --data is missing: a file or folder of text to train on; or --config, a file that has it"
+        )
+    else:
+        config = config_to_continue(sizes, dict(args.data), f"runs/{output.stem}")
+    if args.rendezvous is not None:
+        with prefix_errors_with("import: --rendezvous"):
+            meeting_place(args.rendezvous)
+        key_file = config.federation.key_file or str(output.with_suffix(".key"))
+        config = config.replace(
+            federation=config.federation.replace(rendezvous=args.rendezvous, key_file=key_file)
+        )
+    return config
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_noloco.cli.options import Commands, add_command, duration, say
+from megatron_noloco.cli.options import Commands, add_command, add_data, duration, say
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, write_text, writing
+from megatron_noloco.files import outside, writing
 from megatron_noloco.job.leaving import FAILURE
 
 _STDIN = "-"
@@ -49,21 +49,15 @@ def add_commands(commands: Commands) -> None:
     add("invitation", metavar="FILE", help='a file of `megatron-noloco invite`; "-": it is read from stdin')
     folder = "folder for config, member file and run (default: joined)"
     add("--folder", type=Path, default=Path("joined"), help=folder)
-    add(
-        "--data",
-        action="append",
-        default=[],
-        metavar="[FIELD=]PATH",
-        help="data that this machine reads, such as text=my-texts; FIELD: of the block data (default: the run's)",
-    )
+    add_data(join, "data that this machine reads", "the run's")
     pretrained = "for a run with training.pretrained: folder of the same weights on this machine"
     add("--pretrained", type=Path, help=pretrained)
     listen = (
-        "see federation.listen: tcp://*:29600 where a firewall lets in connections to that port; "
-        '"off" behind a router (default: tcp://*:0, any free port)'
+        "see federation.listen: tcp://*:29600 where a firewall lets in connections to that port (default: "
+        "tcp://*:0, any free port)"
     )
     add("--listen", default="tcp://*:0", help=listen)
-    add("--start", action="store_true", help="start the job, instead of printing how to start it")
+    add("--no-start", action="store_true", help="print how to start the job, instead of starting it")
     join.set_defaults(run=_join)
 
 
@@ -73,7 +67,7 @@ def _invite(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preflight.invitation import text_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
-    from megatron_noloco.preflight.newcomer import write_private
+    from megatron_noloco.preflight.newcomer import join_options, write_private
     from megatron_noloco.training.prepare import network_for
 
     config = load_config(args.config)
@@ -87,11 +81,13 @@ def _invite(args: argparse.Namespace) -> int:
     path = args.file or Path(f"invitation-{invitation.slot}.noloco")
     with writing(path, "--file"):
         write_private(path, text_of(invitation))
+    options = join_options(config, invitation.needs)
+    paths = " The paths are those of this machine: give those of the other." * bool(options)
     sys.stderr.write(
         f"Copy {path} to the other machine, as you would copy a key, and run there the command below; until "
-        f"{until} that machine can be replica {invitation.slot}.\n"
+        f"{until} that machine can be replica {invitation.slot}.{paths}\n"
     )
-    say(f"megatron-noloco join {shlex.quote(path.name)}")
+    say(shlex.join(["megatron-noloco", "join", path.name, *options]))
     return 0
 
 
@@ -106,12 +102,11 @@ def _address(text: str) -> str:
 def _join(args: argparse.Namespace) -> int:
     from megatron_noloco.preflight import newcomer
     from megatron_noloco.preflight.invitation import invitation_in
-    from megatron_noloco.preflight.short_run import trainer
 
     invitation = invitation_in(_text_of(args.invitation))
     local = newcomer.Local(
         args.folder,
-        dict(_field(entry) for entry in args.data),
+        dict(args.data),
         None if args.pretrained is None else str(args.pretrained),
         args.listen,
     )
@@ -124,26 +119,18 @@ def _join(args: argparse.Namespace) -> int:
     )
     if invitation.folder.startswith("file://"):
         say(f"The jobs meet in {outside(invitation.folder)}, which is the same folder on each machine")
-    command = [*trainer(ranks), str(path.absolute()), "--replica", str(invitation.slot)]
-    script = path.with_name("start.sh")
-    write_text(script, f"exec {shlex.join(command)}\n")
+    start = ["megatron-noloco", "train", str(path)]
     ready, lines = newcomer.looked_at(path)
-    say(*lines)
-    if args.start and ready:
-        say("", f"Starting it; later: sh {script}")
-        sys.stdout.flush()
-        os.execv(command[0], command)
-    if args.start:
-        say("", f"Not started: first mend the problem above. Then start it with: sh {script}")
+    say(*lines, "")
+    if args.no_start:
+        say(f"Start it with: {shlex.join(start)}")
+        return 0
+    if not ready:
+        say(f"Not started: first mend the problem above. Then start it with: {shlex.join(start)}")
         return FAILURE
-    say("", f"Start it with: sh {script}")
-    return 0
-
-
-def _field(text: str) -> tuple[str, str]:
-    """Return a field of the block `data`, "" for none, and a path."""
-    name, equals, path = text.partition("=")
-    return (name, path) if equals and name.isidentifier() else ("", text)
+    say(f"Starting it; later: {shlex.join(start)}")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *start[1:]])
 
 
 def _text_of(name: str) -> str:

@@ -47,6 +47,27 @@ def add_command(
     )
 
 
+def add_data(command: argparse.ArgumentParser, meaning: str, default: str) -> None:
+    """Add `--data`, whose values are pairs: a field of the block `data` ("" if none is named), and a path.
+
+    Args:
+        default: the field that is meant if none is named, in words.
+    """
+    command.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        type=_field_and_path,
+        metavar="[FIELD=]PATH",
+        help=f"{meaning}, such as text=my-texts; FIELD: of the block data (default: {default})",
+    )
+
+
+def _field_and_path(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and name.isidentifier() else ("", text)
+
+
 def say(*lines: str) -> None:
     """Write lines to stdout."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))

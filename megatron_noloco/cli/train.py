@@ -3,15 +3,20 @@
 import argparse
 import os
 import signal
+import sys
+from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.exit_codes import LostError, StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
 from megatron_noloco.job.lasting_output import lasting_output
-from megatron_noloco.job.launcher import may_be_first
+from megatron_noloco.job.launcher import may_be_first, read_world
 from megatron_noloco.job.leaving import FAILURE, lost_connection
 from megatron_noloco.job.run_folder import FolderLostError
 from megatron_noloco.job.start_up import importing
+
+if TYPE_CHECKING:
+    from megatron_noloco.config import RunConfig
 
 _LOST = (
     "{who}; the connection was lost: another process of the job was killed, or its host is gone. "
@@ -20,15 +25,17 @@ _LOST = (
 
 
 _LAUNCHERS = """\
-This command is one process of a run. A launcher starts all N of them; N is replicas x pipeline x tensor x
-data parallel sizes:
+A job of a federation on one machine needs no launcher: the command starts a process for each GPU of its layout.
+Otherwise this command is one process of a run, and a launcher starts all N of them; N is replicas x pipeline x
+tensor x data parallel sizes:
 
   launch/mpirun.sh N my-run.json        mpirun --bind-to none -n N python -m megatron_noloco train my-run.json
   launch/torchrun.sh N my-run.json      torchrun --nproc-per-node N -m megatron_noloco train my-run.json
   launch/deepspeed.sh N my-run.json     deepspeed --num_gpus N --no_local_rank --module megatron_noloco train ...
   sbatch launch/slurm.sh my-run.json    srun --mpi=pmix python -m megatron_noloco train my-run.json
 
-Open MPI binds each of one or two processes to one core without --bind-to none (MPICH has no such option)."""
+Open MPI binds each of one or two processes to one core without --bind-to none (MPICH has no such option). It needs
+--oversubscribe for more processes than cores, and as root --allow-run-as-root; launch/mpirun.sh adds both."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,7 +47,9 @@ def add_commands(commands: Commands) -> None:
     config.add_argument("--config", dest="named", help=argparse.SUPPRESS)  # as DeepSpeed's scripts have it
     progress = "auto: a bar on a terminal, lines elsewhere"
     train.add_argument("--progress", choices=("auto", "bar", "lines"), default="auto", help=progress)
-    replica = "in a federation: the number of this job's replica, from 0"
+    replica = (
+        "in a federation: number of this job's replica, from 0 (default after `join`: that of the invitation)"
+    )
     train.add_argument("--replica", type=int, metavar="I", help=replica)
     train.set_defaults(run=_train)
 
@@ -49,6 +58,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
 
     config = load_config(args.config or args.named)
+    _start_ranks(config, args)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.federation.catch_up import UntrainedError
@@ -76,3 +86,27 @@ def _train(args: argparse.Namespace) -> int:
             if lost is None:
                 raise
             raise LostError(_LOST.format(who=activity.note_of(lost))) from None
+
+
+def _start_ranks(config: "RunConfig", args: argparse.Namespace) -> None:
+    """Replace this process by torchrun with the ranks of a replica in a federation, unless a launcher runs.
+
+    A replica that needs more GPUs than this machine has needs a launcher: nothing is started.
+    """
+    ranks = config.parallel.replica_size
+    if not config.federation.exists or ranks == 1 or read_world(os.environ).launcher != "single":
+        return
+    with importing():
+        import torch
+    if 0 < torch.cuda.device_count() < ranks:
+        return
+    # Else torchrun sets one thread for each process; rounds compute on the host, also beside GPUs.
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    launcher = ["megatron_noloco.job.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    options = ["--progress", args.progress]
+    if args.replica is not None:
+        options += ["--replica", str(args.replica)]
+    command = ["-m", *launcher, "megatron_noloco", "train", args.config or args.named, *options]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])

@@ -72,7 +72,7 @@ class EvaluationConfig(Settings):
     iters: NonNegative = offered_field(
         10,
         "Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the stages); "
-        "0 switches evaluation off.",
+        "0 switches evaluation off. If it is left out, a short text may have fewer.",
     )
     full: bool = offered_field(False, "Whether an evaluation takes all of the validation split, not iters.")
     mean_model: bool = field(

@@ -1,7 +1,7 @@
 """The block `data`: what is read, how it becomes tokens, and the rules between its fields."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
 
 from pydantic import field_validator
 
@@ -19,6 +19,13 @@ from megatron_noloco.data.sources import (
 from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
+SOURCES = (
+    "text",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "sft_data_path",
+)  # which say what is read
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
 Paths = FilePath | list[FilePath | float]
@@ -127,6 +134,15 @@ class DataConfig(Settings):
                     f"{name} does not go together with data.sft_data_path, whose records are told apart by "
                     "data.sft_packing, and whose answers alone have a loss; leave it out"
                 )
+
+    def reading(self, paths: Mapping[str, str]) -> Self:
+        """Return this block with other data; raises UserError.
+
+        Args:
+            paths: by field; "" is `text`.
+        """
+        others = {name: getattr(self, name) for name in self.model_fields_set if name not in SOURCES}
+        return type(self)(**others | {name or "text": path for name, path in paths.items()})
 
     @property
     def source(self) -> Source:

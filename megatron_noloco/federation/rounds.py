@@ -97,12 +97,14 @@ class _Outcome(NamedTuple):
 
     Attributes:
         wait_seconds: until the partner had begun, since this replica began to wait.
+        seconds: of the exchange.
     """
 
     counts: bool
     why: str = ""
     in_doubt: bool = False
     wait_seconds: float = 0.0
+    seconds: float = 0.0
 
 
 class _Doubt(NamedTuple):
@@ -224,6 +226,7 @@ class PairExchange:
         if self._partner is not None:
             outcome = computed_by_rank_0(self._wait)
             self._transfer.wait()
+            self.report.seconds = outcome.seconds  # also on followers, which choose settings by it
             if outcome.in_doubt:
                 self._replica.ledger.changes[self._number] = self._mean - self._vector.to(self._mean.device)
             if not outcome.counts:
@@ -347,14 +350,14 @@ class _Round:
         if counts is None:
             self._replica.ledger.doubts.append(_Doubt(self._number, self._partner, mesh.clock()))
         self._members.end_round(self._number)
-        self.report.seconds = time.perf_counter() - self.report.started
+        seconds = time.perf_counter() - self.report.started
         waited = min(self._began, mesh.clock()) - self._waits_since
         wait_seconds = max(0.0, waited) if math.isfinite(waited) else 0.0
         if counts:
-            return _Outcome(True, wait_seconds=wait_seconds)
+            return _Outcome(True, wait_seconds=wait_seconds, seconds=seconds)
         self._avoid(error)
         why = f"{':' * (failure == STOPPED)} {failure or 'skipped the round'}"
-        return _Outcome(False, why, counts is None, wait_seconds)
+        return _Outcome(False, why, counts is None, wait_seconds, seconds)
 
     def _swap(self, name: str, patience: Patience, why_not: Callable[[], str]) -> float:
         """Hand out the mean, bucket by bucket; return the squared norm of the own vector.

@@ -1,9 +1,11 @@
 """Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
@@ -25,7 +27,36 @@ _ROTARY = (
     "yarn_rotary_scaling_factor",
     "yarn_original_max_position_embeddings",
 )
+_LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
+_TO_CONTINUE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": "auto", "warmup_num_steps": 100, "cos_min_ratio": 0.1},
+    },
+    "gradient_clipping": 1.0,
+    "noloco": {"local_steps": 50, "overlap_steps": "auto"},
+    "evaluation": {"interval": 500},
+}
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
+
+
+def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output_dir: str) -> RunConfig:
+    """Return the config with which a model is continued where no file says how; raises UserError.
+
+    Args:
+        sizes: see `read_sizes`.
+        data: see `DataConfig.reading`.
+    """
+    own: dict[str, Any] = {
+        "bf16": {"enabled": torch.cuda.is_available() and torch.cuda.is_bf16_supported()},
+        "model": {**sizes, "seq_length": min(sizes["seq_length"], _LONGEST_SAMPLE)},
+        "data": {name or "text": path for name, path in data.items()},
+        "training": {"train_iters": 2000, "output_dir": output_dir},
+    }
+    return RunConfig(**_TO_CONTINUE, **own)
 
 
 def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -60,7 +91,7 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
     check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
     context = "which is the model's own context"
     if before.seq_length != architecture.seq_length:
-        context = f"from --config; the model's own context is {architecture.seq_length} tokens"
+        context = f"as the config has it; the model's own context is {architecture.seq_length} tokens"
     rotary = {name: getattr(run.model, name) for name in _ROTARY if getattr(run.model, name) is not None}
     return run, [
         f"model.seq_length: {before.seq_length} tokens, {context}",

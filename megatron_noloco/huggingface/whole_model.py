@@ -137,6 +137,9 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     from transformers.generation import MaxLengthCriteria
     from transformers.utils import logging
 
+    class FullContext(MaxLengthCriteria):
+        """A second limit: one of the same class would take the place of that of `max_new_tokens`."""
+
     logging.disable_progress_bar()
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -151,7 +154,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             text,
             add_special_tokens=not has_bos,
             max_new_tokens=tokens,
-            stopping_criteria=[MaxLengthCriteria(generator.model.config.max_position_embeddings)],
+            stopping_criteria=[FullContext(generator.model.config.max_position_embeddings)],
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
         )

@@ -28,7 +28,9 @@ def run(arguments: list[str]) -> int:
             signal.signal(number, _stop)
     signal.signal(signal.SIGQUIT, _kill)
     # In the main thread torchrun would handle signals, and kill its ranks; elsewhere it warns that it does not.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
+    # A rank that fails has written the reason; one that is killed is named below.
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         with ThreadPoolExecutor(1) as other_thread:
             other_thread.submit(main, arguments).result()

@@ -24,7 +24,6 @@ from megatron_noloco.federation.statuses import is_address, object_in
 from megatron_noloco.files import outside
 from megatron_noloco.settings import MOST_SLOTS
 
-DATA = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 MOST_BYTES = 2**26

@@ -12,6 +12,7 @@ import torch
 
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, names_in
+from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
@@ -20,7 +21,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
 from megatron_noloco.files import outside, write_text
-from megatron_noloco.preflight.invitation import DATA, PRETRAINED, Invitation
+from megatron_noloco.preflight.invitation import PRETRAINED, Invitation
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import fullest_stage
 from megatron_noloco.preflight.plan import architecture_of_run, fits, plan_lines, plan_of
@@ -35,7 +36,7 @@ def offered(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
     shared, _ = divided(config.given())
     shared.pop(STEPS, None)
     shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
-    needs = [name for name in DATA if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
+    needs = [name for name in SOURCES if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
     return needs + [PRETRAINED] * (config.training.pretrained is not None), shared
 
 
@@ -63,32 +64,52 @@ class Local(NamedTuple):
     listen: str = "tcp://*:0"
 
 
+def join_options(config: RunConfig, needs: Sequence[str]) -> list[str]:
+    """Return the options of `join` for what a newcomer must have itself, with the paths of this machine."""
+    options = []
+    for name in needs:
+        value = config.training.pretrained if name == PRETRAINED else getattr(config.data, name)
+        path = _relative_to_here(value) if isinstance(value, str) else "PATH"
+        if name == PRETRAINED:
+            options += ["--pretrained", path]
+        else:
+            options += ["--data", path if name == needs[0] else f"{name}={path}"]
+    return options
+
+
+def _relative_to_here(path: str) -> str:
+    """Return a path below the current folder without that folder, else the path."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
+
+
 def check_local(needs: Sequence[str], local: Local) -> None:
     """Raise UserError where this machine lacks what it must have itself, or what is said of it is wrong."""
     if local.listen != "off" and not can_listen(local.listen):
         raise UserError(f'join: --listen: "{local.listen}" is neither "off" nor "tcp://HOST:PORT"')
     for name, path in _data(needs, local).items():
-        if name not in DATA:
-            raise UserError(f"join: --data {name}={path}: the fields are {', '.join(DATA)}")
+        if name not in SOURCES:
+            raise UserError(f"join: --data {name}={path}: the fields are {', '.join(SOURCES)}")
         if name in ("text", "sft_data_path") and path != STANDARD_LIBRARY and not Path(path).exists():
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
-    if {*needs} & {*DATA} and not local.data:
+    if {*needs} & {*SOURCES} and not local.data:
         raise UserError(f"join: --data is missing: what this machine reads (data.{needs[0]})")
     if PRETRAINED in needs and local.pretrained is None:
         raise UserError(
             "join: --pretrained is missing: the folder with the weights with which the run began, as elsewhere"
         )
     if local.folder.exists() and not (local.folder.is_dir() and not any(local.folder.iterdir())):
+        config = local.folder / "config.json"
+        start = f"; `megatron-noloco train {config}` starts the job in it" * config.exists()
         raise UserError(
-            f"join: {local.folder} is there already, and is no empty folder; give another --folder"
+            f"join: {local.folder} is there already, and is no empty folder; give another --folder{start}"
         )
 
 
 def _data(needs: Sequence[str], local: Local) -> dict[str, str]:
     """Return what this machine reads, by field of the block `data`."""
-    elsewhere = next((name for name in needs if name in DATA), "text")
+    elsewhere = next((name for name in needs if name in SOURCES), "text")
     return {name or elsewhere: path for name, path in local.data.items()}
 
 
@@ -136,9 +157,7 @@ def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object
     write_private(member_file, invitation.member_file)
     raw["federation"]["key_file"] = str(member_file)
     try:
-        gpus = range(torch.cuda.device_count())
-        memory = [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
-        config, ranks = proposed(RunConfig(**raw), memory)
+        config, ranks = proposed(RunConfig(**raw), memory_of_gpus())
     except UserError as error:  # which quotes values
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")
@@ -155,6 +174,12 @@ def write_private(path: Path, text: str) -> None:
 def _from_anywhere(path: str) -> str:
     """Return the same path for a job that starts in another folder."""
     return path if path == STANDARD_LIBRARY else str(Path(path).expanduser().absolute())
+
+
+def memory_of_gpus() -> list[int]:
+    """Return the bytes of memory of each GPU of this machine."""
+    gpus = range(torch.cuda.device_count())
+    return [torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus]
 
 
 def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +129,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     """Return the console, after it has said what the run is."""
     config, start, training = prepared.config, joined.start, prepared.config.training
     validation, method = joined.validation, config.noloco
-    program, run = f"{os.path.relpath(sys.executable)} -m megatron_noloco", shlex.quote(training.output_dir)
+    program, run = _program(), shlex.quote(training.output_dir)
     facts = RunFacts(
         unigram_entropy=joined.data.unigram_entropy,
         validated_on=f"{sum(map(len, validation))} of {sum(source.available for source in validation)}",
@@ -140,12 +141,21 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         next_commands=(
             f"{program} report {run}",
             f'{program} generate {run} --prompt ""',
-            f"{program} export {run} --output my-model",
+            f"{program} export {run} --output trained-model",
         ),
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(*_first_lines(prepared, joined))
     return console
+
+
+def _program() -> str:
+    """Return how a shell starts this program: by its name, if that is the one beside this Python."""
+    name = "megatron-noloco"
+    beside = Path(sys.executable).with_name(name)
+    return (
+        name if shutil.which(name) == str(beside) else f"{os.path.relpath(sys.executable)} -m megatron_noloco"
+    )
 
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:

@@ -21,6 +21,7 @@ from megatron_noloco.checkpoint.catalog import (
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
@@ -29,6 +30,7 @@ from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
@@ -135,15 +137,32 @@ def read_data(
         documents=config.documents(tokenizer.end_of_document),
     )
     data = open_data(config.data.source, tokenizer, needs)
-    count = None if evaluation.full else evaluation.iters
     validation = []
     if data.validation is not None:
         parts = zip(data.validation.parts, data.validation.weights, strict=True)
         validation = [
-            ValidationSource(samples, config.micro_batch_size, count, weight, topology.microbatches_at_once)
+            ValidationSource(
+                samples,
+                config.micro_batch_size,
+                _validation_count(evaluation, len(samples), config.micro_batch_size),
+                weight,
+                topology.microbatches_at_once,
+            )
             for samples, weight in parts
         ]
     return data, validation
+
+
+def _validation_count(evaluation: EvaluationConfig, samples: int, micro_batch_size: int) -> int | None:
+    """Return how many microbatches of so many samples an evaluation takes; None: all.
+
+    A number that the file gives must be there. The default takes what a short text has.
+    """
+    if evaluation.full:
+        return None
+    if "iters" in evaluation.model_fields_set:
+        return evaluation.iters
+    return min(evaluation.iters, max(1, -(-samples // micro_batch_size)))
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
@@ -157,13 +176,18 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
 
 
 def _slot(config: RunConfig, replica: int | None) -> int:
-    """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit."""
+    """Return the slot of this job, 0 without a federation. Raises UserError when `--replica` does not fit.
+
+    Without `--replica` it is the slot of the member file, if the machine has joined by an invitation.
+    """
     if not config.federation.exists:
         if replica is not None:
             raise UserError(
                 "--replica: the config has no federation.rendezvous; without, all replicas are one job"
             )
         return 0
+    if replica is None and config.federation.key_file is not None:
+        replica = Keys.read(Path(config.federation.key_file)).slot
     if replica is None or not 0 <= replica < MOST_SLOTS:
         wrong = "is missing" if replica is None else f"{replica} is out of range"
         raise UserError(

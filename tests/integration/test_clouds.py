@@ -78,10 +78,10 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     assert files["/root/invitation"]["permissions"] == "0600"
     assert "ExecStart=/bin/sh /root/train.sh" in files["/etc/systemd/system/federation.service"]["content"]
     script = files["/root/train.sh"]["content"].replace("/root", str(tmp_path))
-    python = tmp_path / "megatron_noloco" / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat\n')
-    python.chmod(0o700)
+    program = tmp_path / "megatron_noloco" / ".venv" / "bin" / "megatron-noloco"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"; cat\n')
+    program.chmod(0o700)
     (tmp_path / "invitation").write_text("noloco-line")
     notice, told = tmp_path / "megatron_noloco" / "launch" / "notice.sh", tmp_path / "told"
     notice.parent.mkdir()
@@ -95,14 +95,14 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     assert line == "noloco-line"
     parser = argparse.ArgumentParser()
     invite.add_commands(parser.add_subparsers())
-    args = parser.parse_args(called.splitlines()[2:])
-    assert (args.invitation, args.start, args.folder) == (["-"], True, Path("joined"))
-    assert args.data == [f"text={tmp_path}/texts"]
+    args = parser.parse_args(called.splitlines())
+    assert (args.invitation, args.no_start, args.folder) == (["-"], False, Path("joined"))
+    assert args.data == [("", f"{tmp_path}/texts")]
     while not told.exists():
         time.sleep(0.01)
     run, command = told.read_text().splitlines()
     assert run == f"{args.folder}/run"
     assert command.endswith("instance/preempted | grep -q TRUE")
     (tmp_path / "joined").mkdir()
-    (tmp_path / "joined" / "start.sh").write_text("echo goes on\n")
-    assert output() == "goes on\n"
+    (tmp_path / "joined" / "config.json").write_text("{}")
+    assert output() == "train\njoined/config.json\n"

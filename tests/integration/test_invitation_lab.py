@@ -34,11 +34,10 @@ class Host:
 
     @contextmanager
     def runs(self, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a command of the program, or of another module, with its output in the folder."""
-        module = command if command[0].startswith("torch") else ("megatron_noloco", *command)
+        """Run a command of the program, with its output in the folder."""
         if command[0] == "join":
-            module += ("--folder", str(self.folder / "joined"))
-        program = self._there.on(self.name, sys.executable, "-m", *module)
+            command += ("--folder", str(self.folder / "joined"))
+        program = self._there.on(self.name, sys.executable, "-m", "megatron_noloco", *command)
         environ = launch_environ({"GLOO_SOCKET_IFNAME": "lo"})
         with (self.folder / f"{command[0]}.log").open("wb") as log:
             process = subprocess.Popen(program, stdout=log, stderr=log, cwd=self.folder, env=environ)
@@ -106,19 +105,18 @@ def test_three_commands_lead_to_one_model(tmp_path: Path) -> None:
             secrets.append(invitation_in(Path(file).read_text()).member_file.splitlines()[1])
             join[host.name] = ["join", file, "--data", text]
 
-        leaving = stack.enter_context(leaves.runs(*join[leaves.name], "--start"))
-        dying = stack.enter_context(dies.runs(*join[dies.name], "--start"))
+        leaving = stack.enter_context(leaves.runs(*join[leaves.name]))
+        dying = stack.enter_context(dies.runs(*join[dies.name]))
         for host in (leaves, dies):
             host.until(r"recovered from replica", "join")
-        with late.runs(*join[late.name]) as joining:
+        with late.runs(*join[late.name], "--no-start") as joining:
             assert joining.wait(SECONDS) == 0, late.log("join")
         path = late.folder / "joined" / "config.json"
         own = json.loads(path.read_text()) | {"parallel": {"pipeline_model_parallel_size": 2}}
         path.write_text(json.dumps(own))
         slot = late.until(r"config of replica \d", "join")[-1]
-        launcher = ("torch.distributed.run", "--nproc-per-node", "2", "-m", "megatron_noloco", "train")
-        last = stack.enter_context(late.runs(*launcher, str(path), "--replica", slot))
-        late.until(r"recovered from replica", launcher[0])
+        last = stack.enter_context(late.runs("train", str(path)))
+        late.until(r"recovered from replica", "train")
 
         leaving.send_signal(signal.SIGTERM)
         assert leaving.wait(SECONDS) == 0
@@ -126,7 +124,7 @@ def test_three_commands_lead_to_one_model(tmp_path: Path) -> None:
             r"replicas \d and \d exchanged once more|stopped after iteration \d+0 ", leaves.log("join")
         )
         dying.kill()
-        assert last.wait(SECONDS) == 0, late.log(launcher[0])[-3000:]
+        assert last.wait(SECONDS) == 0, late.log("train")[-3000:]
         first.until(r"rounds had a partner", "train")
         # Not their last round, but the mean of these two makes them alike.
         assert f"final average of replicas 0, {slot} " in first.log("train")

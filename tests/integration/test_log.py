@@ -138,7 +138,7 @@ def test_the_commands_that_a_run_ends_with_work(tmp_path: Path) -> None:
         code, _, err = call(*arguments, meanwhile=partial(os.chdir, tmp_path))
         assert code == 0, err
     assert (folder / "report.html").exists()
-    assert (tmp_path / "my-model" / "model.safetensors").exists()
+    assert (tmp_path / "trained-model" / "model.safetensors").exists()
 
 
 def diverges(rank: int, world_size: int, config: str) -> tuple[bool, list[int], str]:

@@ -46,6 +46,7 @@ def exchanges(folder: Path) -> None:
                 write(0, weights)
             report = outer.run_round(index).exchange
             assert len(report.group) == 2, report.missed
+            assert report.seconds > 0, "on each rank, for settings that all ranks choose after the same round"
         if dist.get_rank() == 0:
             (folder / f"rounds_of_{own}").touch()
         blocks = holding.between(0, len(first))

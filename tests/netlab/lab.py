@@ -155,15 +155,16 @@ def _enter(pid: str) -> str:
 
 
 @contextmanager
-def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
-    """Make hosts without a network, for the context. Their names are lab0, lab1, ..., with `address_of`.
+def hosts(number: int, slots: int = 1, names: Sequence[str] = ()) -> Iterator[Lab]:
+    """Make hosts without a network, for the context.
 
     Args:
         slots: ranks of each host, for mpirun.
+        names: of all hosts, which resolve to `address_of`; by default lab0, lab1, ...
 
     Raises LabUnavailableError.
     """
-    names = [f"lab{host}" for host in range(number)]
+    names = names or [f"lab{host}" for host in range(number)]
     addresses = "".join(f"{address_of(host)} {name}\n" for host, name in enumerate(names))
     with TemporaryDirectory(prefix="netlab-") as folder, ExitStack() as stack:
         known = Path(folder) / "hosts"
@@ -173,15 +174,16 @@ def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
 
 
 @contextmanager
-def lab(links: Sequence[Link], congestion: str = CUBIC) -> Iterator[Lab]:
+def lab(links: Sequence[Link], congestion: str = CUBIC, names: Sequence[str] = ()) -> Iterator[Lab]:
     """Make a host for each link, joined by the relay, for the context.
 
     Args:
         congestion: TCP's congestion control.
+        names: see `hosts`.
 
     Raises LabUnavailableError.
     """
-    with hosts(len(links)) as there, ExitStack() as stack:
+    with hosts(len(links), names=names) as there, ExitStack() as stack:
         with ExitStack() as devices:
             files = []
             for host, pid in enumerate(there.pids):

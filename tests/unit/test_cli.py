@@ -9,11 +9,16 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from megatron_noloco.cli import config, options
 from megatron_noloco.cli.exit_codes import StoppedError
+from megatron_noloco.cli.main import main
 from megatron_noloco.errors import UserError
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.training import start
 from tests.harness import REPOSITORY, call_here, output_of, refusal_of
+from tests.integration.tiny import tiny, write_config
 
 
 def command_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
@@ -207,3 +212,34 @@ def test_a_command_without_its_packages_says_what_to_install() -> None:
     assert (
         finished.stderr == f"megatron-noloco: this command needs packages that are not installed {missing}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("dp", "gpus", "environ", "starts"),
+    [
+        (2, 0, {}, True),
+        (2, 2, {}, True),
+        (1, 0, {}, False),
+        (2, 1, {}, False),  # a replica over several hosts
+        (2, 0, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}, False),
+    ],
+)
+def test_train_starts_the_ranks_of_a_replica_by_itself(
+    dp: int, gpus: int, environ: dict[str, str], starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Keys.make(tmp_path / "key")
+    federation = {"rendezvous": "tcp://127.0.0.1:29600", "key_file": str(tmp_path / "key")}
+    parallel = {"data_parallel_size": dp}
+    file = write_config(tmp_path, tiny({"federation": federation, "parallel": parallel}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(os, "execv", started := Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(start, "start", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    main(["train", str(file), "--replica", "3"])
+    assert started.called == starts
+    if starts:
+        words = " ".join(started.call_args.args[1][1:])
+        launcher = "-m megatron_noloco.job.torchrun --standalone --nproc-per-node 2 -m megatron_noloco"
+        assert words == f"{launcher} train {file} --progress auto --replica 3"

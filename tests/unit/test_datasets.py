@@ -255,7 +255,8 @@ def check_of(folder: Path, config: dict[str, Any]) -> tuple[str, str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "microbatches"), [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])]
+    ("evaluation", "microbatches"),
+    [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, []), ({}, [2, 2])],
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
     config = RunConfig(**run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -40,6 +40,8 @@ from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
+from megatron_noloco.preflight import newcomer
+from megatron_noloco.preflight.inviting import keys_of_inviter
 from tests.harness import REPOSITORY, call, full_disk, output_of, refusal_of, run_command, run_ranks
 from tests.unit.configs import SMALLEST
 from tests.unit.golden import check
@@ -428,7 +430,7 @@ def test_import_compares_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = write_folder(tmp_path / "theirs", model, exported(random_weights(model), model))
     (command, output) = import_of(folder)
     said = run_command(*map(str, command[:-1]))
-    assert "model.seq_length: 16 tokens, from --config; the model's own context is 32 tokens" in said
+    assert "model.seq_length: 16 tokens, as the config has it; the model's own context is 32 tokens" in said
     assert "rotary embeddings: model.rotary_base 10000" in said
     assert "logits: largest difference from those of transformers" in said[2]
     output.unlink()
@@ -463,6 +465,53 @@ def test_import_takes_the_sizes_that_the_config_lacks(tmp_path: Path) -> None:
     assert "model.seq_length: 32 tokens, which is the model's own context" in output_of(*command)
     given = json.loads(output.read_text())["model"]
     assert {name: given[name] for name in sizes} == {name: getattr(model, name) for name in sizes}
+
+
+def test_import_alone_writes_a_run_of_separate_jobs(
+    model_of_bytes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a layout for the GPUs of this machine, here two."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(newcomer, "memory_of_gpus", lambda: [8 * 10**9] * 2)
+    (tmp_path / "my-texts").mkdir()
+    (tmp_path / "my-texts" / "a.jsonl").write_text('{"text": "Hello."}\n')
+    options = ["--data", "my-texts", "--rendezvous", "tcp://first:29600", "--output", "my-run.json"]
+    lines = output_of("import", model_of_bytes, *options, "--no-check").splitlines()
+    assert lines[-2:] == [
+        "Start it with: megatron-noloco train my-run.json --replica 0",
+        "Then, for each further machine: megatron-noloco invite my-run.json",
+    ]
+    config = load_config("my-run.json")
+    assert config.model.seq_length == 32
+    assert config.data.text == "my-texts"
+    assert config.parallel.data_parallel_size == 2
+    assert (config.replica_batch, config.training.output_dir) == (16, "runs/my-run")
+    assert config.federation.rendezvous == "tcp://first:29600"
+    assert keys_of_inviter(config, "my-run.json", None, None).can_invite
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("", "import: --data is missing: a file or folder of text to train on; or --config, "),
+        ("--data no-texts", "data.text: no file or folder at no-texts"),
+        ("--data txt=a.txt", "data.txt is not a known key; did you mean data.text?"),
+        (
+            "--data a.txt --rendezvous first:29600",
+            'import: --rendezvous: federation.rendezvous: "first:29600" is',
+        ),
+    ],
+)
+def test_an_import_that_cannot_start_writes_nothing(
+    model_of_bytes: Path, tmp_path: Path, options: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Hello.")
+    before = {*tmp_path.iterdir()}
+    rendezvous = [] if "--rendezvous" in options else ["--rendezvous", "tcp://first:29600"]
+    said = refusal_of("import", model_of_bytes, *options.split(), *rendezvous, "--output", "my-run.json")
+    assert said.startswith(line)
+    assert {*tmp_path.iterdir()} == before
 
 
 def import_of(folder: Path, changes: dict[str, Any] | None = None) -> tuple[list[Any], Path]:
@@ -514,6 +563,17 @@ def test_generation_config_that_cannot_be_read_is_one_line(model_of_bytes: Path)
     (model_of_bytes / "generation_config.json").write_text("[1]")
     line = refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
     assert line.startswith(f"{model_of_bytes}: transformers: ")
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(2, 2), (100, 29)], ids=["as told", "a full context"])
+def test_so_many_tokens_are_generated(model_of_bytes: Path, tokens: int, expected: int) -> None:
+    """Of a context of 32 tokens the prompt takes three. An untrained model does not end by itself."""
+    config = {"eos_token_id": None, "suppress_tokens": list(range(128, 259))}  # one character for each token
+    (model_of_bytes / "generation_config.json").write_text(json.dumps(config))
+    code, text, _ = call("generate", str(model_of_bytes), "--prompt", "the", "--tokens", str(tokens))
+    assert code == 0
+    assert text.startswith("the")
+    assert len(text.removesuffix("\n")) == 3 + expected
 
 
 def test_what_of_a_folder_is_not_evaluated_is_said(

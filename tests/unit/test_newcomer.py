@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -39,11 +40,12 @@ from megatron_noloco.preflight.newcomer import (
     check_local,
     check_member_file,
     files_of,
+    join_options,
     offered,
     proposed,
     write_job,
 )
-from megatron_noloco.training.prepare import network_for
+from megatron_noloco.training.prepare import _slot, network_for
 from tests.integration.tiny import tiny, write_config
 from tests.unit.test_tokenizers import write_tokenizer
 
@@ -157,11 +159,12 @@ def test_two_commands_lead_to_a_config(
     assert printed == "megatron-noloco join invitation-1.noloco\n"
     assert Path("invitation-1.noloco").stat().st_mode & 0o077 == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO(Path("invitation-1.noloco").read_text()))
-    assert main(["join", "invitation-1.noloco" if way == "file" else "-", "--start"]) == 1
+    assert main(["join", "invitation-1.noloco" if way == "file" else "-"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Taken from the invitation: ")
     assert "Fix first: GPU: broken. mend it" in lines, "so it is not started"
-    assert lines[-1] == "Not started: first mend the problem above. Then start it with: sh joined/start.sh"
+    start = "megatron-noloco train joined/config.json"
+    assert lines[-1] == f"Not started: first mend the problem above. Then start it with: {start}"
     assert not started.called
     config = load_config("joined/config.json")
     assert config.federation.rendezvous == "tcp://10.0.0.1:5000,10.0.0.2:5000,[2001:db8::1]:5000"
@@ -170,8 +173,10 @@ def test_two_commands_lead_to_a_config(
     assert member_file.stat().st_mode & 0o077 == 0
     assert Keys.read(member_file)._authority == place.keys._authority
     assert jobs.visitors == [(4096, place.run)]
-    assert "--replica 1" in Path("joined/start.sh").read_text()
-    with pytest.raises(UserError, match="is there already, and is no empty folder"):
+    assert _slot(config, None) == 1, "a job that joined needs no --replica"
+    with pytest.raises(
+        UserError, match=f"is there already, and is no empty folder; .* `{start}` starts the job"
+    ):
         check_local([], Local(Path("joined"), {}))
 
 
@@ -284,7 +289,7 @@ def test_jobs_that_share_a_folder_invite(
     assert second.addresses == ["10.0.0.1:5000"]
     Path("invitation-0.noloco").rename("first.noloco")
     capsys.readouterr()
-    assert main(["join", "first.noloco", "--listen", "off"]) == 0
+    assert main(["join", "first.noloco", "--listen", "off", "--no-start"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"The jobs meet in {shared}, which is the same folder on each machine" in lines
     config = load_config("joined/config.json")
@@ -317,7 +322,7 @@ def test_a_newcomer_comes_to_jobs_that_run(place: Place, capsys: pytest.CaptureF
         assert place.invite("--at", first, "--slot", "2") == 2
         assert "replica 2 is running: stop it first" in capsys.readouterr().err
         assert place.invite("--at", second) == 0
-        assert main(["join", "invitation-1.noloco"]) == 0
+        assert main(["join", "invitation-1.noloco", "--no-start"]) == 0
         config = load_config("joined/config.json")
         assert str(config.federation.rendezvous) == f"tcp://{second},{first}"
         copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
@@ -383,6 +388,32 @@ def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
     assert config.data.text == str(mine)
     copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
     assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+
+
+def test_the_command_that_is_printed_has_what_a_newcomer_needs(
+    place: Place, jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads(Path(place.path).read_text())
+    content["data"]["text"] = str(place.folder / "my texts")
+    Path(place.path).write_text(json.dumps(content))
+    jobs.add(0, "10.0.0.1:5000")
+    (place.folder / "my texts").mkdir()
+    (place.folder / "my texts" / "a.txt").write_text("Hello.")
+    assert place.invite() == 0
+    printed, hint = capsys.readouterr()
+    assert "The paths are those of this machine: give those of the other." in hint
+    command, line = printed.splitlines()
+    assert command == "megatron-noloco join invitation-1.noloco --data 'my texts'"
+    assert line.endswith(" --data 'my texts'")
+    assert main(["join", *shlex.split(command)[2:], "--no-start"]) == 0
+
+
+def test_the_options_of_a_newcomer_name_fields_and_weights(tmp_path: Path) -> None:
+    data = {"text": None, "split": None, "train_data_path": "a", "valid_data_path": ["b", "c"]}
+    config = RunConfig(**raw(data=data, training={"pretrained": "/there"}))
+    needs, _ = offered(config)
+    expected = "--data a --data valid_data_path=PATH --pretrained /there"
+    assert join_options(config, needs) == expected.split()
 
 
 @pytest.mark.parametrize("dp", [1, 2])
