@@ -12,7 +12,7 @@ import pytest
 from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.preflight.invitation import Invitation, invitation_in, reserve, text_of
+from megatron_noloco.preflight.invitation import Invitation, invitation_in, line_of, reserve, text_of
 
 DAY = 86400.0
 
@@ -51,6 +51,19 @@ def test_an_invitation_is_read_as_it_was_written(made: Invitation, keys: Keys, t
     member = Keys.read(path)
     assert (member.slot, member.can_invite, member._authority) == (5, False, keys._authority)
     assert member.identity(5).slot == 5
+
+
+def test_a_line_is_the_same(made: Invitation) -> None:
+    line = line_of(made)
+    assert invitation_in(f" {line}\n") == made
+    for changed in (
+        line[:-40],
+        line[:200] + "A" + line[200:],
+        line.replace("noloco-", "noloco-!"),
+        "noloco-",
+        "noloco-AAAA",
+    ):
+        assert "this is no invitation, or a part of it is missing" in refused(changed)
 
 
 def test_another_version_is_named(made: Invitation) -> None:

@@ -140,7 +140,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["file", "stdin"])
+@pytest.mark.parametrize("way", ["file", "stdin", "line"])
 def test_two_commands_lead_to_a_config(
     place: Place,
     jobs: FakeJobs,
@@ -156,9 +156,13 @@ def test_two_commands_lead_to_a_config(
     printed, hint = capsys.readouterr()
     assert hint.startswith("Copy invitation-1.noloco to the other machine")
     assert hint.count("\n") == 1
-    assert printed == "megatron-noloco join invitation-1.noloco\n"
+    of_file, of_line = printed.splitlines()
+    assert of_file == "megatron-noloco join invitation-1.noloco"
+    assert of_line.endswith(" | megatron-noloco join -")
+    assert len(of_line) < 4096
     assert Path("invitation-1.noloco").stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO(Path("invitation-1.noloco").read_text()))
+    pasted = of_line.split()[1] + "\n" if way == "line" else Path("invitation-1.noloco").read_text()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(pasted))
     assert main(["join", "invitation-1.noloco" if way == "file" else "-"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Taken from the invitation: ")
