@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.attach import attach
+from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.federation.compatibility import differences
@@ -82,6 +83,8 @@ def test_they_train_together_and_end_with_one_model(tmp_path: Path, jobs: dict[i
         loop.noloco.close()
         federation.wait()
     for slot in jobs:
+        saved = read_manifests(next(tmp_path.glob(f"replica_{slot:02d}/checkpoints/step_*")))
+        assert all(manifest.first_weights for manifest in saved), "which a resume does not read again"
         last = exported(tmp_path / f"replica_{slot:02d}", tmp_path / f"last_{slot}")
         for name, parameter in loop.model.named_parameters():
             assert torch.equal(last[name], parameter), name
