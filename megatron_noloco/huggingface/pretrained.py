@@ -37,7 +37,7 @@ _TO_CONTINUE: dict[str, Any] = {
         "params": {"total_num_steps": "auto", "warmup_num_steps": 100, "cos_min_ratio": 0.1},
     },
     "gradient_clipping": 1.0,
-    "noloco": {"local_steps": 50, "overlap_steps": "auto"},
+    "noloco": {"local_steps": 50},
     "evaluation": {"interval": 500},
 }
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
