@@ -96,7 +96,7 @@ def test_a_spot_machine_joins_once_and_then_goes_on(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     invite.add_commands(parser.add_subparsers())
     args = parser.parse_args(called.splitlines())
-    assert (args.invitation, args.no_start, args.folder) == (["-"], False, Path("joined"))
+    assert (args.invitation, args.no_start, args.folder) == ("-", False, Path("joined"))
     assert args.data == [("", f"{tmp_path}/texts")]
     while not told.exists():
         time.sleep(0.01)

@@ -222,6 +222,7 @@ def test_a_folder_in_the_place_of_the_network(machines: list[Machine], tmp_path:
     follow(machines, make.replace("/shared", str(shared)), TOGETHER)
 
 
+@pytest.mark.slow
 def test_a_machine_of_several_ranks_trains_with_the_others(machines: list[Machine]) -> None:
     """The block `parallel` stands for two GPUs. All ranks choose the overlap after the same round."""
     (layout,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
