@@ -24,7 +24,7 @@ which alone is a member; the other ranks are *followers*. A round, a state, the 
 `offer`, `fetch`, `members` and `publish`, read from top to bottom.
 
 A leader has these threads: the training loop; "noloco-round", one for each round under way, which reads the
-weights' copy and writes the mean, never the weights; "noloco-state", which gives a copy of the state to others;
-"noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and those of the
-folder. A follower has two more during a transfer, "noloco-gather".
+weights' copy and writes the mean, never the weights; "noloco-state", on all ranks, which gives a copy of the state
+to others; "noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and
+those of the folder. A follower has two more during a transfer, "noloco-gather".
 """

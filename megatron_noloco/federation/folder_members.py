@@ -200,9 +200,9 @@ class FolderMembers:
         self._alone_at, self._sweep_at = now + _ALONE_SECONDS, now + LEFTOVER_SECONDS
         self._make_folders()
         self._look()
-        for member in self._members_to_read():
+        for member, sign in self._to_read():
             if member.slot == mesh.me.slot:
-                self._read(member, self._signs[member])
+                self._read(member, sign)
 
     def publish(self) -> None:
         """Write the own status soon."""
@@ -218,10 +218,10 @@ class FolderMembers:
             if not attempt(self._look) and time.monotonic() - self._looked > _LEASE_SECONDS[0]:
                 with self._lock:  # nobody is reached; the next sign of each brings it back
                     self._signs = {member: sign._replace(lease=0.0) for member, sign in self._signs.items()}
-            for member in self._members_to_read():
+            for member, sign in self._to_read():
                 if member not in self._reading:
                     self._reading.add(member)
-                    submit(partial(self._read, member, self._signs[member]))
+                    submit(partial(self._read, member, sign))
             self._judge()
         if time.monotonic() >= self._alone_at:
             self._alone_at = math.inf
@@ -239,9 +239,9 @@ class FolderMembers:
             self._statuses.sign({**own.status, "phase": "left"})
         self._write_sign()
         self._look()
-        for member in self._members_to_read():
-            self._read(member, self._signs[member])
-        return not (self._has_strangers or self._members_to_read()) and all(map(self._has_left, self._signs))
+        for member, sign in self._to_read():
+            self._read(member, sign)
+        return not (self._has_strangers or self._to_read()) and all(map(self._has_left, self._signs))
 
     def _has_left(self, member: Member) -> bool:
         """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
@@ -330,12 +330,10 @@ class FolderMembers:
     def _text_of(self, member: Member | str, beat: int) -> bytes:
         return f"alive\n{self._folder.run}\n{member}\n{beat}".encode()
 
-    def _members_to_read(self) -> list[Member]:
-        """Return the members that have a newer status than the known one of their slot."""
+    def _to_read(self) -> list[tuple[Member, _Sign]]:
+        """Return the members that have a newer status than the known one of their slot, with their signs."""
         with self._lock:
-            return [
-                member for member, sign in self._signs.items() if self._statuses.lacks(member, sign.number)
-            ]
+            return [one for one in self._signs.items() if self._statuses.lacks(one[0], one[1].number)]
 
     def _read(self, member: Member, sign: _Sign) -> None:
         """Read a status. What cannot be read is tried again at the next look, in a later sign."""

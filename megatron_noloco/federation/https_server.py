@@ -201,7 +201,7 @@ class Server:
             self._manager,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=KEEP_ALIVE_SECONDS,
-            tcp_keepalive=False,  # `own_socket` has set it
+            tcp_keepalive=False,  # `_own` has set it
             logger=_QUIET,
             access_log=None,
             max_field_size=_MOST_FIELD_BYTES,

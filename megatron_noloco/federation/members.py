@@ -365,8 +365,9 @@ class Members:
         self.note(line)
 
     def note(self, line: str) -> None:
-        """Write a line to stderr."""
-        sys.stderr.write(f"replica {self.slot}: {line}\n")
+        """Write a line to stderr, if it is still open."""
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"replica {self.slot}: {line}\n")
 
     def watch(self) -> None:
         """Write lines on who comes and leaves, and publish rows that are due, until `close`; in a thread."""

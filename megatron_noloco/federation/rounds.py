@@ -24,8 +24,8 @@ process of one side ends.
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,7 +53,7 @@ _NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
 _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
 _MOST_WORD_BYTES = 1000
-_REMEMBERED = 64  # verdicts
+_REMEMBERED = 64  # verdicts of rounds with a replica
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
 FARTHEST = 10.0  # norms of the own vector
@@ -123,13 +123,21 @@ class _Ledger:
         doubts: on the leader.
         changes: from the own vector to the mean, of each round in doubt; what this rank has of it.
         late: of rounds that count after all, by fragment: to be added to the next vector.
-        verdicts: names of pieces that are offered for partners in doubt, the oldest first.
+        verdicts: names of pieces that are offered for partners in doubt, by slot, the oldest first.
     """
 
     doubts: list[_Doubt] = field(default_factory=list)
     changes: dict[int, Tensor] = field(default_factory=dict)
     late: dict[int, Tensor] = field(default_factory=dict)
-    verdicts: deque[str] = field(default_factory=deque)
+    verdicts: defaultdict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+
+    def settle(self, settled: Mapping[int, bool], fragments: int) -> None:
+        """Note what rounds have changed that count after all."""
+        for number, counts in settled.items():
+            change = self.changes.pop(number)
+            if counts:
+                fragment = number % fragments
+                self.late[fragment] = change + self.late.pop(fragment, 0)
 
     def clear(self) -> None:
         """Forget what is open: this replica goes on from the state of another."""
@@ -202,7 +210,9 @@ class PairExchange:
         replica, partners = self._replica, self._replica.partners
         self._vector, self._number = vector, number
         settled, self._partner, missed = computed_by_rank_0(lambda: self._choice(number))
-        self._settle(settled)
+        replica.ledger.settle(settled, len(replica.movement.intervals))
+        if (late := replica.ledger.late.pop(self._fragment(number), None)) is not None:
+            vector += late.to(vector.device)
         if self._partner is None:
             self.report = ExchangeReport((replica.place.replica,), missed=missed)
             if partners is not None:
@@ -252,18 +262,6 @@ class PairExchange:
         planned = replica.pairing.planned(at, candidates).get(replica.place.replica)
         why = "" if planned is None else f"replica {planned} {why_not[planned] or 'has another partner'}"
         return settled, None, why
-
-    def _settle(self, settled: dict[int, bool]) -> None:
-        """Add what earlier rounds of this fragment have changed that count after all."""
-        ledger = self._replica.ledger
-        for number, counts in settled.items():
-            change = ledger.changes.pop(number)
-            if counts:
-                fragment = self._fragment(number)
-                ledger.late[fragment] = change + ledger.late.pop(fragment, 0)
-        late = ledger.late.pop(self._fragment(self._number), None)
-        if late is not None:
-            self._vector += late.to(self._vector.device)
 
     def _wait(self) -> _Outcome:
         """Wait for the end of the round; from now on the partner has until the deadline."""
@@ -412,7 +410,7 @@ class _Round:
 
     def _say(self, name: str, counts: bool, error: Exception | None) -> None:
         """Offer a word for good, so that a partner in doubt can ask later."""
-        verdicts = self._replica.ledger.verdicts
+        verdicts = self._replica.ledger.verdicts[self._partner.slot]
         why = _NOT_ACCEPTED if isinstance(error, ImplausibleError) else _GAVE_UP
         word = _YES if counts else getattr(error, "why", why).encode()
         self._mesh.offer(name, word, self._partner)
@@ -430,6 +428,20 @@ class _Round:
             self._partners.avoid(self._partner.slot, _AVOIDED_ROUNDS, str(error))
         elif self._began == math.inf and self._mesh.clock() >= self._begin_by:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
+
+
+def add_what_is_late(replica: Replica, vector: Tensor) -> None:
+    """Add to all of this rank's weights what rounds in doubt have changed that count after all, at a run's end.
+
+    A collective of the replica.
+    """
+    ledger, fragments, partners = replica.ledger, replica.fragments(), replica.partners
+    settled = computed_by_rank_0(lambda: dict(_verdicts(partners.members.mesh, ledger)) if partners else {})
+    ledger.settle(settled, len(fragments))
+    for number, change in ledger.late.items():
+        for ours, place in fragments[number].within(0, fragments[number].length):
+            vector[place] += change[ours].to(vector.device)
+    ledger.late.clear()
 
 
 def _verdicts(mesh: Mesh, ledger: _Ledger) -> Iterator[tuple[int, bool]]:

@@ -54,7 +54,6 @@ class Invitation:
     """What a newcomer gets.
 
     Attributes:
-        run: number of the run.
         slot: that the newcomer takes.
         member_file: PEM, see `keys`.
         folder: URL of the rendezvous, where it is a folder or a bucket; "": it is the addresses.
@@ -65,7 +64,6 @@ class Invitation:
         tokenizer: files in base64, by name; none for bytes.
     """
 
-    run: Annotated[int, Field(ge=0, lt=2**63)]
     slot: Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
     member_file: Annotated[str, Field(max_length=2**14)]
     folder: Annotated[str, Field(max_length=600)]

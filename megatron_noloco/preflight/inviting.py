@@ -85,7 +85,6 @@ def invite(
         raise UserError(f"invite: {error}") from None
     needs, shared = offered(config)
     return Invitation(
-        run=network.run,
         slot=slot,
         member_file=keys.member_file(slot, ends),
         folder="" if folder is None else folder.url,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron_noloco.federation import final_mean as module
 from megatron_noloco.federation.catch_up import CatchUp
@@ -17,6 +18,7 @@ from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Le
 from megatron_noloco.federation.members import LARGEST, FinalStatus, Members
 from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.rounds import _Doubt
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.unit.memory_mesh import Message, World
 from tests.unit.worlds import members_of, pause, replica_of, run_all
@@ -55,6 +57,31 @@ def end(members: Members, weight: float, done: int = 100, length: int = LENGTH) 
     (piece,) = mean.finish()
     assert mean.is_late or bool((piece.mean == piece.mean[0]).all())
     return End(float(piece.mean[0]), mean.report.group, mean.report.missed, mean.is_late)
+
+
+def test_what_a_round_in_doubt_has_changed_is_in_the_mean() -> None:
+    """Of two rounds in doubt with another replica one counts, as that replica says at the end."""
+    world = World()
+    first, second = (members_of(world, slot) for slot in range(2))
+    replica = replica_of(first, alone(LENGTH, bucket=BUCKET), deadline=DEADLINE)
+    for number, change in ((4, 0.5), (5, 8.0)):
+        replica.ledger.doubts.append(_Doubt(number, Member(1, 1), 0.0))
+        replica.ledger.changes[number] = torch.full((LENGTH,), change)
+
+    def one() -> Tensor:
+        pause(first.mesh, 1.0)
+        mean = FinalMean(replica, {})
+        mean.begin(torch.ones(LENGTH), (0,), FINAL, "a test")
+        return mean._vector
+
+    def other() -> None:
+        for number, word in ((4, b"+"), (5, b"gave the round up")):
+            second.mesh.offer(f"round/{number}/verdict", word, Member(0, 1))
+        pause(second.mesh, 10.0)
+
+    vector, _ = run_all(world, [(first, one), (second, other)])
+    assert (vector == 1.5).all()
+    assert not any((replica.ledger.doubts, replica.ledger.changes, replica.ledger.late))
 
 
 def at_their_end(world: World, count: int = 4, body: Callable[[Members], Any] | None = None) -> list[Any]:

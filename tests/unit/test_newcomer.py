@@ -60,7 +60,6 @@ def raw(**more: Any) -> dict[str, Any]:
 def invited(keys: Keys, **fields: Any) -> Invitation:
     """Return an invitation to slot 1."""
     defaults: dict[str, Any] = {
-        "run": 7,
         "slot": 1,
         "member_file": keys.member_file(1, time.time() + DAY),
         "folder": "",
