@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.harness import REPOSITORY, network_lab
+from tests.harness import REPOSITORY, network_lab, until
 from tests.netlab.lab import Lab
 from tests.netlab.network import Link
 from tests.unit.test_tokenizers import write_tokenizer
@@ -174,14 +174,21 @@ def assert_printed(lines: list[str], text: str) -> None:
         assert re.search(f"^{pattern(line)}", re.sub(" +", " ", text), re.MULTILINE), f"{line}\n{text}"
 
 
-def follow(machines: list[Machine], make: str, changes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Give the five commands, with `make` as the first; at the end all have one model. Return what they print."""
+def follow(
+    machines: list[Machine], make: str, changes: Mapping[str, Mapping[str, Any]], alone: str = ""
+) -> list[str]:
+    """Give the five commands, with `make` as the first; at the end all have one model. Return what they print.
+
+    Args:
+        alone: what the first job logs before others are invited, a regular expression.
+    """
     first, *others = machines
     printed = [first.run(make)]
     change(first.folder / "my-run.json", changes)
     _, start, invite, join, export = (commands[0] for commands, _ in FIVE)
     with ExitStack() as stack:
         jobs = [stack.enter_context(first.runs(start))]
+        until(lambda: re.search(alone, first.log.read_text()))
         for slot, machine in enumerate(others, 1):
             printed.append(first.run(invite, is_early="no job answers"))
             name = f"invitation-{slot}.noloco"
@@ -207,7 +214,7 @@ FIVE = blocks()["Five commands"]
 
 @pytest.mark.slow
 def test_five_commands_and_what_they_print(machines: list[Machine]) -> None:
-    printed = follow(machines, FIVE[0][0][0], {"training": {"train_iters": 300}})
+    printed = follow(machines, FIVE[0][0][0], {"training": {"train_iters": 1000}}, alone=r"iteration +200/")
     assert FIVE[2][0][1] == "scp invitation-1.noloco second:"
     for (_, lines), text in zip(FIVE, printed, strict=True):
         assert lines
