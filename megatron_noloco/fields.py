@@ -121,10 +121,12 @@ class Settings(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _fill_in(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        """Make the settings; fields that `left_out` gives do not count as given."""
-        values = cls.left_out(given) if isinstance(given, dict) else {}
-        made = make({**given, **values} if values else given)
-        made.model_fields_set.difference_update(values)
+        """Make the settings; fields that `left_out` would give again do not count as given."""
+        if not isinstance(given, dict) or not (values := cls.left_out(given)):
+            return make(given)
+        made = make({**given, **values})
+        if cls.left_out({name: value for name, value in given.items() if name not in values}) == values:
+            made.model_fields_set.difference_update(values)
         return made
 
     @model_validator(mode="after")

@@ -47,9 +47,8 @@ def leave(exit_code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(
-            OSError, ValueError
-        ):  # of a full disk, which was reported; an exit handler has closed it
+        # A full disk was reported; an exit handler may have closed the stream.
+        with suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
 

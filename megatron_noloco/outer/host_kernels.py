@@ -133,9 +133,8 @@ def _library() -> CDLL | None:
 def _load() -> CDLL:
     """Return the library for this processor and compiler. Raises OSError, RuntimeError, SubprocessError."""
     compiler = [*shlex.split(os.environ.get("CC") or "cc"), *_FLAGS]
-    facts = _run(
-        *compiler, "-dM", "-E", "-x", "c", os.devnull
-    )  # of this processor, and the compiler's version
+    # What the compiler knows of this processor, and its own version
+    facts = _run(*compiler, "-dM", "-E", "-x", "c", os.devnull)
     recipe = "\0".join([_SOURCE.read_text(), *compiler, facts])
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     kept = caches / "megatron_noloco" / "code" / f"{hashlib.sha256(recipe.encode()).hexdigest()[:24]}.so"

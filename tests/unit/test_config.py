@@ -115,6 +115,15 @@ def test_deepspeed_is_given_every_default() -> None:
     assert (given["gradient_clipping"], given["data_types"]) == (0.0, {"grad_accum_dtype": "fp32"})
 
 
+def test_auto_beside_a_recipe_stays() -> None:
+    """The recipe "paper" would choose 50 local steps."""
+    run = RunConfig(**edited({"noloco": {"recipe": "paper", "local_steps": "auto"}}))
+    chosen = run.noloco.local_steps, run.noloco.most_waiting
+    assert chosen[0] == 1
+    for again in (run.replace(noloco=run.noloco.replace()), RunConfig(**run.given())):
+        assert (again.noloco.local_steps, again.noloco.most_waiting) == chosen
+
+
 @pytest.mark.parametrize(
     ("noloco", "steps"), [({}, 1), ({"recipe": "paper"}, 50), ({"local_steps": "auto", "fragments": 3}, 3)]
 )
