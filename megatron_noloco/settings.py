@@ -39,6 +39,7 @@ from megatron_noloco.plans.stability import (
 )
 
 MOST_SLOTS = 4096
+MOST_FRAGMENTS = 1024  # of separate jobs: each says which rounds it has under way
 TCP = "tcp://"  # before HOST:PORT of an endpoint, and HOST:PORT,... of `rendezvous`
 _SQUARED = Field(le=1000)  # in rho, which a float must hold
 SITE_INTERVAL = 8  # of a federation, where replicas at a site come and go
@@ -390,6 +391,8 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
     elif noloco.pairing == "cycle":
         yield 'noloco.pairing "cycle": the number of replicas of a federation changes; leave it out'
+    if noloco.fragments > MOST_FRAGMENTS:
+        yield f"noloco.fragments {noloco.fragments}: separate jobs exchange at most {MOST_FRAGMENTS}; lower it"
     if noloco.sites is not None:
         yield "noloco.sites: a job of a federation names its own site, federation.site; leave it out"
 

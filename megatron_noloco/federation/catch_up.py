@@ -37,6 +37,9 @@ class CatchUp:
     Local steps, learning rate and samples go by the number of the step. Samples of steps left out are not read.
 
     The leader of the replica has it, for all ranks. Rounds of fragments have one number each.
+
+    Attributes:
+        takes_over: whether this job takes over a state at its start, where others are ahead.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class CatchUp:
         self._few = noloco.local_steps // (4 * noloco.fragments) if skips else math.inf
         self._look_interval = 1 if skips else noloco.local_steps
         self._untrained = self._has_recovered = False
+        self.takes_over = True
 
     def start(self, done: int) -> None:
         """Announce after how many local steps this replica begins, or goes on with the state of another."""
@@ -76,10 +80,10 @@ class CatchUp:
             return step
         left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self._noloco.local_steps:
+            how = "" if self.takes_over else ' with checkpoint.load "auto", or `attach` without `state`'
             raise UntrainedError(
                 "the others have trained already, and this replica begins with fresh weights, which would spoil "
-                'theirs; start it again, with checkpoint.load "auto" where that is set: it then takes over the '
-                "state of another replica"
+                f"theirs; start it again{how}: it then takes over the state of another replica"
             )
         self._untrained = False  # the others are as little trained
         is_far = is_far_behind(self.last_round(step), self.last_round(due), self._behind)

@@ -4,19 +4,22 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
 from megatron_noloco.federation.catch_up import Ended, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.recovery import Recovery
-from megatron_noloco.federation.rounds import Replica
+from megatron_noloco.federation.rounds import Replica, add_what_is_late
 from megatron_noloco.federation.states import StateAdapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
+from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
 Value = TypeVar("Value")
@@ -57,6 +60,8 @@ class FederationPeers:
         replicas that are as far ahead do not wait for it, and those that begin with it do.
         """
         taken = None
+        if self._catch_up is not None:
+            self._catch_up.takes_over = takes_over
         if takes_over:  # where the others have their final model, that and nothing else
             is_late = bool(computed_by_rank_0(self._finals))
             taken = self._recover(done, 0 if is_late else None)
@@ -163,6 +168,9 @@ class FederationPeers:
                 membership.members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
+        late = torch.zeros(self.outer.weights.length, dtype=torch.float32, device=HOST)
+        if add_what_is_late(self._replica, late):
+            self.outer.add_late(late)
         if step == done:
             return Boundary(done, rounds=reports)
         replicas = " and ".join(map(str, reports[-1].exchange.group))

@@ -61,7 +61,6 @@ _PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
 _MOST_WISH_BYTES = 128  # of a piece's name, so that the file's name has at most 255 characters
 _MOST_REASON_BYTES = 2**10
 _BULK_BYTES = 2**16
-_EARLY_SECONDS = 2.0  # for a piece that is sent, until it is asked for
 _AGAIN_SECONDS = 1.0  # until a file that could not be used is tried again
 _REPEAT_SECONDS = 8.0  # until a wish that has no answer is written again
 _LEAVE_SECONDS = 5.0  # for files under way, and then to leave
@@ -154,7 +153,7 @@ class FolderCarrier(Carrier):
         file = self._file_of(seal, giver, self.mesh.me, name)
         with self._lock:
             watch = self._watches.setdefault(file, _Watch(giver, name, seal))
-            watch.wish_at = min(watch.wish_at, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
+            watch.wish_at = min(watch.wish_at, fetch.ask_at)
             watch.fetches.append(fetch)
         fetch.when_over.append(lambda: self._forget(file, fetch))
         if fetch.outcome is not None:

@@ -158,9 +158,12 @@ class Answers:
         """Answer with a piece, once it is offered."""
         if self._is_replaced(taker):
             return _refusal(410, _REPLACED)
+        wish = self._mesh.offers.wish(name, taker)
+        if wish.cancelled():
+            return _refusal(503, "too many requests wait; ask again")
         try:
             async with asyncio.timeout(_POLL_SECONDS):
-                piece = await asyncio.wrap_future(self._mesh.offers.wish(name, taker))
+                piece = await asyncio.wrap_future(wish)
         except TimeoutError:
             return web.Response(status=204)
         except RefusedError as error:

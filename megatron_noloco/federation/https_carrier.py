@@ -57,6 +57,7 @@ from megatron_noloco.federation.mesh import (
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
 _TICK_SECONDS = 0.25
+_ARRIVED_SECONDS = 1.0  # for the word that a piece has arrived
 _MOST_REFUSED_HOSTS = 8
 _MOST_FAULTS = 8
 
@@ -380,9 +381,10 @@ class HttpsCarrier(Carrier):
             peer.link.wake.set()
 
     def _wishes_of(self, giver: Member) -> dict[str, str]:
-        """Return what a member is to bring, and does not know."""
-        wishes = [fetch for fetch, task in self._asks.items() if task is None and not fetch.is_sent]
-        return {str(fetch.number): fetch.name for fetch in wishes if fetch.giver == giver}
+        """Return what a member is to bring, and is asked for."""
+        wishes = [fetch for fetch, task in self._asks.items() if task is None and fetch.giver == giver]
+        now = self.mesh.clock()
+        return {str(fetch.number): fetch.name for fetch in wishes if now >= fetch.ask_at}
 
     def _take_wishes(self, link: Link, wishes: Mapping[str, Any]) -> None:
         """Learn all that a member wants of this one."""
@@ -395,8 +397,13 @@ class HttpsCarrier(Carrier):
                 link.granting[number] = self._spawn(self._grant(link.peer, wishes[number]))
 
     async def _grant(self, peer: Peer, name: str) -> None:
+        """Bring a piece; one that is on its way already, only if it is still wished for once it has arrived."""
         try:
             piece = await asyncio.wrap_future(self.mesh.offers.wish(name, peer.member))
+            _, sending = self._sends.get((peer.member, name), (None, None))
+            if sending is not None:
+                await asyncio.wait([sending])
+                await asyncio.sleep(_ARRIVED_SECONDS)
             await self._bring(peer, name, piece)
         except RefusedError as error:
             await self._bring(peer, name, error)

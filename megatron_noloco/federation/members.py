@@ -21,19 +21,19 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import REFUSED, differences, refusal
 from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
 
 NO_PART = "has no part in this round"
 STOPPED = "a job was asked to stop"
 LARGEST = 2**53
 LONGEST_ROW = 3000  # characters
+WORD_SECONDS = 3.0  # for the last word on a round to arrive, before a replica leaves
 _MOST_ROWS = 4  # in a status
-_MOST_ROUNDS = 64  # likewise
-_KEPT_ROUNDS = 8
+_KEPT_ROUNDS = 8  # in a status, besides those under way
+_MOST_ROUNDS = MOST_FRAGMENTS + _KEPT_ROUNDS
 _MOST_CHARACTERS = 12_000  # of a status; carriers add some
 _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
 _LOOK_SECONDS = 1.0
-_WORD_SECONDS = 3.0  # for the last word on a round to arrive, before this replica leaves
 _MOST_IN_LINE = 8  # replicas
 _VERBS = {  # of one replica, of several
     "come": ("has come", "have come"),
@@ -230,7 +230,7 @@ class Members:
         """Say that this replica has left, and end, once the partners of its last rounds know how these ended."""
         if not self._closed:
             self._closed = True
-            self.mesh.wait(lambda: not self._is_awaited(), self.mesh.clock() + _WORD_SECONDS)
+            self.mesh.wait(lambda: not self._is_awaited(), self.mesh.clock() + WORD_SECONDS)
             self.go_on(self.status.begun, "left")
             self.mesh.close()
 

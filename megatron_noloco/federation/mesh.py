@@ -34,6 +34,7 @@ Value = TypeVar("Value")
 Blob = bytes | bytearray | memoryview
 
 PATIENCE_SECONDS = 10.0  # without a byte
+EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
 MOST_PIECE_BYTES = 2**26
 MOST_NAME_CHARACTERS = 160
 _MOST_INBOX_BYTES = 2**27  # of a giver
@@ -128,21 +129,23 @@ class Offers:
             piece.withdraw()
 
     def wish(self, name: str, taker: Member) -> "Future[Piece]":
-        """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten."""
+        """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten.
+
+        Cancelled already where the taker waits for too many pieces: it may ask again later.
+        """
         wish = Future[Piece]()
-        found: Piece | RefusedError | None
+        found: Piece | RefusedError | None = None
         with self._lock:
             if (piece := self._pieces.get(name)) is not None:
                 found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
             elif any(map(name.startswith, self._withdrawn)):
                 found = RefusedError(_WITHDRAWN)
             elif self._of_taker[taker] >= _MOST_WISHES:
-                found = RefusedError("too many wishes")
+                wish.cancel()
             else:
                 self._wishes.setdefault(name, []).append((taker, wish))
                 self._of_taker[taker] += 1
                 wish.add_done_callback(lambda _: self._forget(name, taker, wish))
-                found = None
         if found is None:
             self._wake()
         else:
@@ -214,14 +217,14 @@ class Fetch:
 
     Attributes:
         outcome: what has come; None: nothing yet.
-        is_sent: whether the giver sends the piece without being asked, where it can.
+        ask_at: when to ask the giver, on the clock of the mesh; before, the giver may send the piece by itself.
         number: of no other fetch of this process.
     """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, giver: Member, name: str, is_sent: bool) -> None:
-        self.giver, self.name, self.is_sent, self.number = giver, name, is_sent, next(self._numbers)
+    def __init__(self, giver: Member, name: str, ask_at: float) -> None:
+        self.giver, self.name, self.ask_at, self.number = giver, name, ask_at, next(self._numbers)
         self.outcome: Blob | LostError | None = None
         self.when_over: list[Callable[[], None]] = []
 
@@ -379,8 +382,12 @@ class Mesh:
         self.offers.release(name)
 
     def begin(self, giver: Member, name: str, is_sent: bool = False) -> Fetch:
-        """Begin to fetch a piece; see `result`."""
-        fetch = Fetch(giver, name, is_sent)
+        """Begin to fetch a piece; see `result`.
+
+        Args:
+            is_sent: whether the giver sends it. What is lost, or was dropped here before, is then asked for.
+        """
+        fetch = Fetch(giver, name, self.clock() + EARLY_SECONDS * is_sent)
         with self._changed:
             fetch.outcome = self._inbox.take(giver, name)
             if fetch.outcome is None:

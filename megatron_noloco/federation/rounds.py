@@ -12,9 +12,9 @@ the same weights.
 
 Only the side that decides ever says that a round counts, and only when both have the mean. The other side cannot
 count without that word. Where the word does not come, the round is *in doubt* there: the replica goes on with its
-own vector, keeps how far the mean is from it, and asks again before its next rounds. If the round counts after
-all, the difference is added to the vector of its next round. So nothing of a round that counts is lost, unless the
-process of one side ends.
+own vector, keeps how far the mean is from it, and goes on asking. If the round counts after all, the difference is
+added to the vector of its next round, or to its weights before it leaves. So nothing of a round that counts is
+lost, unless the process of one side ends without a word. A replica that is to stop hears the verdict before.
 
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import NO_PART, STOPPED
+from megatron_noloco.federation.members import NO_PART, STOPPED, WORD_SECONDS
 from megatron_noloco.federation.mesh import Blob, LostError, Member, Mesh, Patience, RefusedError
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Pairing
@@ -53,7 +53,7 @@ _NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
 _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
 _MOST_WORD_BYTES = 1000
-_REMEMBERED = 64  # verdicts of rounds with a replica
+_REMEMBERED = 64  # verdicts of rounds with a replica, besides those of rounds that may be under way
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
 FARTHEST = 10.0  # norms of the own vector
@@ -107,12 +107,34 @@ class _Outcome(NamedTuple):
     seconds: float = 0.0
 
 
-class _Doubt(NamedTuple):
-    """A round whose verdict has not come, on the leader."""
+class _Doubt:
+    """A round whose verdict has not come, on the leader. Its partner is asked for it until it answers."""
 
-    number: int
-    partner: Member
-    since: float
+    def __init__(self, mesh: Mesh, number: int, partner: Member) -> None:
+        self.number, self.partner = number, partner
+        self._mesh, self._since = mesh, mesh.clock()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._word = self._mesh.begin(self.partner, f"round/{self.number}/verdict")
+
+    def counts(self) -> bool | None:
+        """Return whether the round counts; None: that is not known yet."""
+        outcome = self._word.outcome
+        if isinstance(outcome, Blob):
+            return bytes(outcome) == _YES
+        if isinstance(outcome, RefusedError):  # the partner has forgotten
+            return False
+        slot, known = self.partner.slot, self._mesh.known()
+        is_followed = any(other.slot == slot and other > self.partner for other in known)
+        if is_followed or self._mesh.clock() >= self._since + _DOUBT_SECONDS:
+            return False
+        if outcome is not None:  # the partner was away
+            self._ask()
+        return None
+
+    def end(self) -> None:
+        self._mesh.cancel(self._word)
 
 
 @dataclass
@@ -141,7 +163,8 @@ class _Ledger:
 
     def clear(self) -> None:
         """Forget what is open: this replica goes on from the state of another."""
-        self.doubts.clear()
+        while self.doubts:
+            self.doubts.pop().end()
         self.changes.clear()
         self.late.clear()
 
@@ -252,7 +275,7 @@ class PairExchange:
         replica, partners = self._replica, self._replica.partners
         assert partners is not None
         partners.members.check()
-        settled = dict(_verdicts(partners.members.mesh, replica.ledger))
+        settled = dict(_verdicts(replica.ledger))
         at = divmod(number, len(replica.movement.intervals))
         doubtful = {doubt.partner.slot for doubt in replica.ledger.doubts}
         candidates, why_not = partners.candidates(number, doubtful)
@@ -320,11 +343,20 @@ class _Round:
                 return NO_PART
             return self._members.why_stopped()
 
-        def hear(counts: bool | None) -> bool | None:
-            """Return what the partner's word says of the round: `counts` while no word has come."""
+        def hear(counts: bool | None, seconds: float = 0.0) -> bool | None:
+            """Return what the partner's word says of the round: `counts` while no word has come.
+
+            Args:
+                seconds: for which a replica that is to stop waits for it.
+            """
             nonlocal failure
+            until = mesh.clock() + seconds
+
+            def why_stopped() -> str:
+                return self._members.why_stopped() if mesh.clock() >= until else ""
+
             try:
-                counts = bytes(mesh.result(word, patience, self._members.why_stopped)) == _YES
+                counts = bytes(mesh.result(word, patience, why_stopped)) == _YES
                 failure = "" if counts else why_not()
             except LostError as lost:
                 failure = str(lost)
@@ -341,12 +373,12 @@ class _Round:
             self._say(name + "verdict", bool(counts), error)
         else:
             self._say(name + "done", has_mean, error)
-            counts = has_mean and hear(None)
+            counts = has_mean and hear(None, WORD_SECONDS)
         mesh.cancel(word)
         mesh.withdraw(name + "b/")
         mesh.discard(self._partner, name + "b/")
         if counts is None:
-            self._replica.ledger.doubts.append(_Doubt(self._number, self._partner, mesh.clock()))
+            self._replica.ledger.doubts.append(_Doubt(mesh, self._number, self._partner))
         self._members.end_round(self._number)
         seconds = time.perf_counter() - self.report.started
         waited = min(self._began, mesh.clock()) - self._waits_since
@@ -415,7 +447,7 @@ class _Round:
         word = _YES if counts else getattr(error, "why", why).encode()
         self._mesh.offer(name, word, self._partner)
         verdicts.append(name)
-        while len(verdicts) > _REMEMBERED:
+        while len(verdicts) > _REMEMBERED + len(self._replica.movement.intervals):
             self._mesh.withdraw(verdicts.popleft())
 
     def _is_past(self) -> bool:
@@ -430,38 +462,39 @@ class _Round:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 
-def add_what_is_late(replica: Replica, vector: Tensor) -> None:
+def add_what_is_late(replica: Replica, vector: Tensor) -> bool:
     """Add to all of this rank's weights what rounds in doubt have changed that count after all, at a run's end.
 
-    A collective of the replica.
+    Waits some seconds for the last words. A collective of the replica. Returns whether anything was added.
     """
     ledger, fragments, partners = replica.ledger, replica.fragments(), replica.partners
-    settled = computed_by_rank_0(lambda: dict(_verdicts(partners.members.mesh, ledger)) if partners else {})
-    ledger.settle(settled, len(fragments))
+
+    def settled() -> dict[int, bool]:
+        if partners is None or not ledger.doubts:
+            return {}
+        mesh = partners.members.mesh
+        mesh.wait(
+            lambda: all(doubt.counts() is not None for doubt in ledger.doubts), mesh.clock() + WORD_SECONDS
+        )
+        return dict(_verdicts(ledger))
+
+    ledger.settle(computed_by_rank_0(settled), len(fragments))
+    is_any = bool(ledger.late)
     for number, change in ledger.late.items():
         for ours, place in fragments[number].within(0, fragments[number].length):
             vector[place] += change[ours].to(vector.device)
     ledger.late.clear()
+    return is_any
 
 
-def _verdicts(mesh: Mesh, ledger: _Ledger) -> Iterator[tuple[int, bool]]:
+def _verdicts(ledger: _Ledger) -> Iterator[tuple[int, bool]]:
     """Yield the rounds in doubt that are settled, and whether each counts."""
     finished = [doubt for doubt in ledger.doubts if doubt.number in ledger.changes]  # on all ranks
     for doubt in finished:
-        counts = False
-        try:
-            name = f"round/{doubt.number}/verdict"
-            counts = bytes(mesh.fetch(doubt.partner, name, 1.0)) == _YES
-        except RefusedError:  # it has forgotten
-            pass
-        except LostError:
-            is_followed = any(
-                other.slot == doubt.partner.slot and other > doubt.partner for other in mesh.known()
-            )
-            if mesh.clock() < doubt.since + _DOUBT_SECONDS and not is_followed:
-                continue  # its weights may come again
-        ledger.doubts.remove(doubt)
-        yield doubt.number, counts
+        if (counts := doubt.counts()) is not None:
+            doubt.end()
+            ledger.doubts.remove(doubt)
+            yield doubt.number, counts
 
 
 def _order(buckets: int, phases: int, ahead: int) -> Iterator[tuple[int, int]]:

@@ -212,6 +212,17 @@ class OuterOptimizer:
             write(0, self.slow_weights)
         return reports
 
+    def add_late(self, change: Tensor) -> None:
+        """Have weights and momentum as if the mean of the last round had been larger by a vector of the host.
+
+        A collective of the replica if `Weights.refresh` is one.
+        """
+        if self.momentum is not None:
+            self.momentum.add_(change.to(self.momentum.device))
+        step = change * (1 + self.settings.outer_momentum * self.settings.outer_nesterov)
+        self.slow_weights.add_(step.to(self.slow_weights.device))
+        self.weights.add(step)
+
     def average_all(self, done: int) -> list[ExchangeReport]:
         """Make the weights of all replicas of a job their mean to rounding, after `done` steps; see `settle`.
 

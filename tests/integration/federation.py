@@ -27,7 +27,7 @@ from tests.harness import free_port
 from tests.integration.tiny import TINY, tiny, write_config
 from tools.faults.replica import pause
 
-LONGEST_SECONDS = 120.0
+LONGEST_SECONDS = 400.0  # where other work shares the cores
 _LOOK_SECONDS = 0.02
 _WHERE = signal.SIGRTMIN  # has a job write where its threads are
 

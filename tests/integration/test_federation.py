@@ -374,6 +374,7 @@ def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, wa
             r"replicas 0 and 1 exchanged once more \| left out: (\d+) to (\d+) \|", federation.log(1)
         )
         assert k < int(line[0]) - 1 < int(line[1]), "in the middle of a phase"
+        assert federation.rows(1, "checkpoint")[-1]["step"] == int(line[1])
         federation.until(0, int(line[1]) + 1)
         due = [row for row in federation.rows(0) if row["step"] == int(line[1])]
         assert due[0]["round/partners"] == [1]
@@ -383,7 +384,6 @@ def test_a_replica_that_leaves_exchanges_once_more(tmp_path: Path, text: str, wa
         until(lambda: any(row.get("round/partners") == [0] for row in rows_told(federation, 0, of=1)))
         theirs = [row["step"] for row in rows_told(federation, 0, of=1) if row["kind"] == "step"]
         assert theirs == sorted(theirs)
-        assert federation.rows(1, "checkpoint")[-1]["step"] == int(line[1])
         federation.stop()
 
 

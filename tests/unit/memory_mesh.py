@@ -196,6 +196,7 @@ class MemoryCarrier(Carrier):
 
     def __init__(self, world: World, hidden: bool) -> None:
         self.hidden, self._world = hidden, world
+        self.sending = set[tuple[Member, str]]()
 
     failure = None
 
@@ -230,6 +231,8 @@ class MemoryCarrier(Carrier):
             while wishes:
                 wishes.pop().cancel()
             assert other is not None
+            if answers or (me, name) in other.sending:  # it is on its way
+                return
             wishes.append(other.mesh.offers.wish(name, me))
             wishes[0].add_done_callback(answer)
 
@@ -257,7 +260,9 @@ class MemoryCarrier(Carrier):
             if fetch.outcome is None and other is not None and not answers:
                 world.send(Message("ask", me, giver, name), 0, wish)
 
-        if not (fetch.is_sent and world.sends):
+        if world.sends:
+            world.at(max(0.0, fetch.ask_at - world.now), ask)
+        else:
             ask()
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
@@ -265,21 +270,20 @@ class MemoryCarrier(Carrier):
         if other is None or not self._world.sends or piece.is_withdrawn or me in self._world.dead:
             return
         content = piece.read()
+        self.sending.add((to, name))
 
         def deliver() -> None:
+            self.sending.discard((to, name))
             other.mesh.note_bytes(me)
             self.mesh.note_bytes(to)
             other.mesh.receive(me, name, content)
 
-        def again() -> None:
-            self.send(to, name, piece)
+        def lost() -> None:
+            self.sending.discard((to, name))
+            if to not in self._world.dead:
+                self._world.at(2.0, lambda: self.send(to, name, piece))
 
-        self._world.send(
-            Message("send", me, to, name),
-            len(content),
-            deliver,
-            lambda: None if to in self._world.dead else self._world.at(2.0, again),
-        )
+        self._world.send(Message("send", me, to, name), len(content), deliver, lost)
 
     def close(self) -> None:
         own = self.mesh.statuses.own

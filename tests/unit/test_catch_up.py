@@ -171,8 +171,13 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
     own.start(0)
     assert own.next_step(10) == 10, "there are no others"
     others.numbers = [7]
-    with pytest.raises(UntrainedError, match="begins with fresh weights"):
-        own.next_step(20)
+    for takes_over, advice in [
+        (True, "start it again: it then"),
+        (False, 'again with checkpoint.load "auto",'),
+    ]:
+        own.takes_over = takes_over
+        with pytest.raises(UntrainedError, match=f"begins with fresh weights, .*{advice}"):
+            own.next_step(20)
     others.numbers = [4]
     assert own.next_step(20) is None, "they have trained little, and it takes over what they have"
 

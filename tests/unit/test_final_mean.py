@@ -65,7 +65,7 @@ def test_what_a_round_in_doubt_has_changed_is_in_the_mean() -> None:
     first, second = (members_of(world, slot) for slot in range(2))
     replica = replica_of(first, alone(LENGTH, bucket=BUCKET), deadline=DEADLINE)
     for number, change in ((4, 0.5), (5, 8.0)):
-        replica.ledger.doubts.append(_Doubt(number, Member(1, 1), 0.0))
+        replica.ledger.doubts.append(_Doubt(first.mesh, number, Member(1, 1)))
         replica.ledger.changes[number] = torch.full((LENGTH,), change)
 
     def one() -> Tensor:

@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megatron_noloco.federation import https_links, https_server
+from megatron_noloco.federation import https_links, https_server, mesh
 from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
@@ -229,6 +229,59 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(tls: World) -> None:
         taker.mesh.cancel(fetch)
         taker.mesh.moved.clear()
         exchange(giver, taker, f"next/{number}")
+
+
+def test_pieces_that_the_inbox_drops_are_asked_for(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when several rounds of large vectors begin there before they begin here."""
+    monkeypatch.setattr(mesh, "_MOST_INBOX_BYTES", 2**18)
+    taker = tls.add(0)
+    giver = tls.add(1, [taker])  # acts: it was started later
+    tls.meet()
+    contents = {f"piece/{number}": os.urandom(2**16) for number in range(12)}
+    for name, content in contents.items():
+        giver.mesh.offer(name, content, to=taker.me)
+    until(lambda: giver.me in taker.mesh.moved and not giver.carrier._sends)
+    patience = mesh.Patience(taker.mesh, giver.me)
+    found = taker.mesh.fetch_all(giver.me, contents, 4, patience, is_sent=True)
+    assert list(map(bytes, found)) == list(contents.values())
+
+
+@pytest.mark.parametrize("giver_acts", [True, False])
+def test_a_piece_offered_while_its_taker_is_away_comes_later(
+    giver_acts: bool, tls: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tls.add(0)
+    second = tls.add(1, [first])
+    tls.meet()
+    giver, taker = (second, first) if giver_acts else (first, second)
+    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
+    with monkeypatch.context() as away:
+        away.setattr(giver.carrier, "reaches", lambda member: False)
+        giver.mesh.offer("piece", b"content", to=taker.me)
+    assert taker.mesh.result(fetch, mesh.Patience(taker.mesh, giver.me)) == b"content"
+
+
+def test_a_piece_on_its_way_is_not_brought_twice(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than its taker waits until it asks."""
+    monkeypatch.setattr(mesh, "EARLY_SECONDS", 0.0)
+    monkeypatch.setattr(https_server, "CHUNK_BYTES", 2**14)
+    taker = tls.add(0)
+    giver = tls.add(1, [taker])
+    tls.meet()
+    real, sizes = https_server.send_chunk, list[int]()
+
+    async def slow(chunk: bytes, write: Any) -> None:
+        sizes.append(len(chunk))
+        await asyncio.sleep(0.1)
+        await real(chunk, write)
+
+    monkeypatch.setattr(https_server, "send_chunk", slow)
+    giver.mesh.offer("piece", bytes(2**19), to=taker.me)
+    until(lambda: sizes)
+    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
+    assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == bytes(2**19)
+    time.sleep(1.5)
+    assert sum(sizes) == 2**19
 
 
 # Members that end without a word

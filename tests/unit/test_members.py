@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.members import (
+    LARGEST,
     LONGEST_ROW,
     Attendance,
     FinalStatus,
@@ -17,6 +18,7 @@ from megatron_noloco.federation.members import (
 )
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.statuses import MOST_STATUS_BYTES
+from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
 from tests.unit.memory_mesh import Message, World
 from tests.unit.worlds import Used, members_of, pause, replica_of, run_all, take_part, vectors
 
@@ -162,6 +164,39 @@ def test_who_leaves_after_a_round_leaves_nobody_in_doubt(payload: str) -> None:
     bodies = [(one, lambda slot=one.slot: body(slot)) for one in members]
     assert all(used.counts for used in run_all(world, bodies))
     assert world.now < 5.0
+
+
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_who_is_to_stop_after_its_done_hears_the_verdict(payload: str) -> None:
+    is_told = list[bool]()
+
+    def on_message(world: World, number: int, message: Message) -> float | None:
+        is_told.extend([True] * message.name.endswith("done"))
+        return 1.0 if message.name.endswith("verdict") else None
+
+    world = World(on_message=on_message)
+    members = [members_of(world, slot) for slot in range(2)]
+    members[1]._stopped = lambda: bool(is_told)
+
+    def body(slot: int) -> Used:
+        used = take_part(replica_of(members[slot], payload=payload), vectors()[slot], 0)
+        members[slot].close()
+        return used
+
+    bodies = [(one, lambda slot=one.slot: body(slot)) for one in members]
+    assert all(used.counts for used in run_all(world, bodies))
+    assert world.now < 5.0
+
+
+def test_hundreds_of_rounds_may_be_under_way() -> None:
+    """As many as a federation may have fragments; none of their verdicts is forgotten."""
+    one, other = (members_of(World(), slot) for slot in range(2))
+    for number in range(MOST_FRAGMENTS):
+        one.begin_round(LARGEST - number, MOST_SLOTS - 1)
+    other.mesh.take(one.mesh.statuses.own)
+    (status,) = (other._status_of(one.mesh.me, status) for status in [one.mesh.statuses.own.status])
+    assert status is not None
+    assert len(status.under_way) == MOST_FRAGMENTS
 
 
 def test_who_leaves_waits_for_no_partner_that_it_never_met() -> None:

@@ -13,7 +13,13 @@ from torch import Tensor
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import Member, Patience
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.rounds import ImplausibleError, Replica, _Doubt, check_plausible
+from megatron_noloco.federation.rounds import (
+    ImplausibleError,
+    Replica,
+    _Doubt,
+    add_what_is_late,
+    check_plausible,
+)
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, TorchWeights
 from megatron_noloco.settings import PAPER, NolocoSettings
 from tests.unit.fleet import noise
@@ -309,21 +315,22 @@ def test_a_doubt_waits_for_the_end_of_its_round() -> None:
     world = World()
     own = members_of(world, 0)
     replica, begun = replica_of(own), vectors()[0]
-    replica.ledger.doubts.append(_Doubt(4, Member(1, 1), -math.inf))
+    replica.ledger.doubts.append(_Doubt(own.mesh, 4, Member(1, 1)))
+    run_all(world, [(own, lambda: pause(own.mesh, 4000.0))])
     run_all(world, [(own, lambda: take_part(replica, begun, 5))])
     assert [doubt.number for doubt in replica.ledger.doubts] == [4]
     replica.ledger.changes[4] = torch.ones(LENGTH)
     run_all(world, [(own, lambda: take_part(replica, begun, 6))])
-    assert not replica.ledger.doubts, "its partner is not there"
+    assert not replica.ledger.doubts, "its partner was away for more than an hour"
 
 
 def test_a_doubt_keeps_its_partner_away() -> None:
-    """So at most one vector is kept for it, and its word is asked for once in a round."""
+    """So at most one vector is kept for it."""
     world = World()
     own = members_of(world, 0)
     members_of(world, 1).go_on(4)
     replica = replica_of(own)
-    replica.ledger.doubts.append(_Doubt(4, Member(1, 1), 0.0))
+    replica.ledger.doubts.append(_Doubt(own.mesh, 4, Member(1, 1)))
     replica.ledger.changes[4] = torch.ones(LENGTH)
     used = run_all(world, [(own, lambda: take_part(replica, vectors()[0], 5))])[0]
     assert used.report.missed == "replica 1 has not said how an earlier round has ended"
@@ -343,6 +350,29 @@ def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
         return mesh._inbox._pieces
 
     assert not any(both(World(), body)[0].values())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_late_word_before_a_leave_moves_weights_as_a_round_does(nesterov: bool) -> None:
+    """A mean that comes apart from its round leaves slow weights and momentum where one that comes in it does."""
+    settings = NolocoSettings(**PAPER | {"local_steps": 1, "outer_nesterov": nesterov})
+    change, found = noise(LENGTH, seed=1), list[list[Tensor]]()
+    for is_late in (False, True):
+        world = World()
+        replica, weights = replica_of(members_of(world, 0)), TorchWeights([noise(LENGTH, seed=2)])
+        outer = OuterOptimizer(weights, None, replica.place, settings, 1, replica)
+        replica.ledger.late |= {} if is_late else {0: change.clone()}
+        run_all(world, [(replica.partners.members, partial(outer.run_round, 0))])  # type: ignore[union-attr]
+        if is_late:
+            replica.ledger.late[0] = change.clone()
+            late = torch.zeros(LENGTH)
+            assert add_what_is_late(replica, late)
+            outer.add_late(late)
+        assert not add_what_is_late(replica, torch.zeros(LENGTH))
+        assert outer.momentum is not None
+        found.append([outer.slow_weights.clone(), outer.momentum.clone(), weights.read()])
+    for in_round, later in zip(*found, strict=True):
+        assert torch.allclose(in_round, later, atol=1e-6)
 
 
 def test_a_round_in_doubt_leaves_the_mean_where_it_would_be() -> None:

@@ -14,6 +14,7 @@ from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
     NolocoSettings,
+    federation_problems,
     grouping_of,
     groups_problem,
     rho,
@@ -165,6 +166,13 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
     assert rho(NolocoSettings(**PAPER), 2) == 0.0
     assert rho(NolocoSettings(**PAPER), 8) == pytest.approx(0.7, abs=5e-4)
     assert rho(NolocoSettings(**PAPER | {"pairing": "cycle"}), 8) == pytest.approx(0.633, abs=5e-4)
+
+
+def test_a_federation_has_a_limit_of_fragments() -> None:
+    federation = FederationSettings(rendezvous="file:///shared", key_file="key")
+    for fragments, problems in [(1024, 0), (1025, 1)]:
+        method = NolocoSettings(fragments=fragments, local_steps=2000)
+        assert len(list(federation_problems(federation, method))) == problems
 
 
 def test_what_the_jobs_of_a_federation_share() -> None:
