@@ -49,10 +49,11 @@ class Coding:
 
     Attributes:
         phases: of a bucket.
+        large_phase: the phase with most of the bytes.
     """
 
     def __init__(self, bits: int | None, number: int, exact: Ranges) -> None:
-        self.phases = 1 if bits is None else 2 + DIGITS
+        self.phases, self.large_phase = (1, 0) if bits is None else (2 + DIGITS, 1)
         self._codec = None if bits is None else codec_for(bits)
         self._signs, self._exact = signs_of(number), exact
         self._free = list[Buffers]()  # memory of buckets that are over

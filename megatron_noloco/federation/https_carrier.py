@@ -315,7 +315,7 @@ class HttpsCarrier(Carrier):
         while (peer := self._links.peer_of(giver)) is not None and peer.addresses:
             try:
                 found = await self._client.piece(
-                    peer.addresses[0], peer.slot, path, lambda: self.mesh.note_bytes(giver)
+                    peer.addresses[0], peer.slot, path, fetch.is_large, lambda: self.mesh.note_bytes(giver)
                 )
             except CONNECTION_ERRORS:
                 await asyncio.sleep(next(pause))
@@ -370,7 +370,7 @@ class HttpsCarrier(Carrier):
         else:
             options["data"] = found.read()
         path = f"{self.mesh.me}/{peer.member}/{quote(name)}"
-        use = "bulk" if is_bulk else "small"
+        use = "send large" if is_bulk else "small"
         async with self._client.request("PUT", peer.addresses[0], peer.slot, path, use, **options) as answer:
             return answer.status in (200, 410)
 

@@ -41,7 +41,7 @@ CONNECTION_ERRORS = (
 _CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 0.5
 # To a member, by their use; 0: as many as are needed.
-_MOST_CONNECTIONS = {"bulk": 4, "pieces": 0, "small": 0}
+_MOST_CONNECTIONS = {"send large": 4, "fetch large": 4, "fetch": 0, "small": 0}
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
@@ -59,7 +59,7 @@ class Client:
     """Sends requests; made in the thread of the loop.
 
     A connection that was idle is slow at first, and aiohttp takes the one that was idle for longest. So each use
-    has connections of its own, and bulk has few.
+    has connections of its own, and large pieces have few.
 
     Args:
         statuses: of who sends them.
@@ -97,7 +97,7 @@ class Client:
         """Send a request to a member of a slot; None: to any member. Raises `CONNECTION_ERRORS`.
 
         Args:
-            use: "bulk" for pieces that are brought, "pieces" for those that are asked for, or "small".
+            use: a key of `_MOST_CONNECTIONS`.
         """
         scheme = "http" if self._statuses.identity is None else "https"
         if self._statuses.identity is not None:
@@ -115,10 +115,15 @@ class Client:
                 yield line
 
     async def piece(
-        self, address: str, slot: int, path: str, note: Callable[[], object] = lambda: None
+        self,
+        address: str,
+        slot: int,
+        path: str,
+        is_large: bool = False,
+        note: Callable[[], object] = lambda: None,
     ) -> memoryview | str | None:
         """Return a piece, or why it never comes; None: it is not offered yet."""
-        async with self.request("GET", address, slot, path, "pieces") as answer:
+        async with self.request("GET", address, slot, path, "fetch" + " large" * is_large) as answer:
             if answer.status == 204:
                 return None
             if answer.status == 410:

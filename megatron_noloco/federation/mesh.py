@@ -218,13 +218,15 @@ class Fetch:
     Attributes:
         outcome: what has come; None: nothing yet.
         ask_at: when to ask the giver, on the clock of the mesh; before, the giver may send the piece by itself.
+        is_large: whether it may wait for other large pieces of the giver.
         number: of no other fetch of this process.
     """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, giver: Member, name: str, ask_at: float) -> None:
+    def __init__(self, giver: Member, name: str, ask_at: float, is_large: bool) -> None:
         self.giver, self.name, self.ask_at, self.number = giver, name, ask_at, next(self._numbers)
+        self.is_large = is_large
         self.outcome: Blob | LostError | None = None
         self.when_over: list[Callable[[], None]] = []
 
@@ -381,13 +383,13 @@ class Mesh:
         """Forget a piece that has arrived where it was to go."""
         self.offers.release(name)
 
-    def begin(self, giver: Member, name: str, is_sent: bool = False) -> Fetch:
+    def begin(self, giver: Member, name: str, is_sent: bool = False, is_large: bool = False) -> Fetch:
         """Begin to fetch a piece; see `result`.
 
         Args:
             is_sent: whether the giver sends it. What is lost, or was dropped here before, is then asked for.
         """
-        fetch = Fetch(giver, name, self.clock() + EARLY_SECONDS * is_sent)
+        fetch = Fetch(giver, name, self.clock() + EARLY_SECONDS * is_sent, is_large)
         with self._changed:
             fetch.outcome = self._inbox.take(giver, name)
             if fetch.outcome is None:
@@ -459,13 +461,15 @@ class Mesh:
         patience: Patience,
         is_sent: bool = False,
         why_not: Callable[[], str] = lambda: "",
+        is_large: Callable[[str], bool] = lambda name: True,
     ) -> Iterator[Blob]:
         """Yield pieces in order, of which so many are asked for at a time. Raises as `result`."""
         left, under_way = iter(names), deque[Fetch]()
 
         def fill() -> None:
             under_way.extend(
-                self.begin(giver, name, is_sent) for name in itertools.islice(left, window - len(under_way))
+                self.begin(giver, name, is_sent, is_large(name))
+                for name in itertools.islice(left, window - len(under_way))
             )
 
         try:

@@ -424,7 +424,10 @@ class _Round:
             start(at)
         window = ahead * self._coding.phases
         names = (f"{name}b/{at}/{phase}" for at, phase in order)
-        pieces = mesh.fetch_all(self._partner, names, window, patience, True, why_not)
+        large = f"/{self._coding.large_phase}"
+        pieces = mesh.fetch_all(
+            self._partner, names, window, patience, True, why_not, lambda piece: piece.endswith(large)
+        )
         for (at, phase), piece in zip(order, pieces, strict=True):
             self._began = min(self._began, mesh.clock())
             phases, mean, report = running[at]
