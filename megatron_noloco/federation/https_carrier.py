@@ -212,7 +212,8 @@ class HttpsCarrier(Carrier):
         if host not in self._refused_hosts and len(self._refused_hosts) < _MOST_REFUSED_HOSTS:
             self._refused_hosts.add(host)
             self.mesh.warn(
-                f"refused a connection from {host}: it has another key, or is of megatron_noloco 0.4 or earlier"
+                f"refused a connection from {host}: it shows no certificate of this federation, or is of "
+                "megatron_noloco 0.4 or earlier"
             )
 
     # Members

@@ -197,8 +197,7 @@ class Links:
                 known.dialling.cancel()
             if known is not None and known.link is not None:
                 known.link.end()
-            identity = self.statuses.identity
-            ends = math.inf if identity is None else identity.ends_of(signed.certificate)
+            ends = self.statuses.identity.ends_of(signed.certificate)
             own = self.statuses.own
             waits = (
                 own is not None and bool(addresses_in(own.status)) and _is_later(signed.member, self.mesh.me)
