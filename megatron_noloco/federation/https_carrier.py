@@ -42,9 +42,10 @@ from megatron_noloco.federation.https_client import (
     lines_of,
     pauses,
 )
-from megatron_noloco.federation.https_links import LEASE_SECONDS, MOST_WISHES, Link, Links, Peer
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer
 from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
 from megatron_noloco.federation.mesh import (
+    MOST_WISHES,
     PATIENCE_SECONDS,
     Carrier,
     Fetch,

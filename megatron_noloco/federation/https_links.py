@@ -34,7 +34,6 @@ from megatron_noloco.settings import MOST_SLOTS
 
 LEASE_SECONDS = 10.0  # without a line, after which a link has ended
 PULSE_SECONDS = 2.0
-MOST_WISHES = 256  # of a member
 _GRACE_SECONDS = 1.2  # for a link to be opened again by a member that is hidden, or seems to have ended
 _TURN_SECONDS = 3.0  # for a member that was started later to open the link
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries to open a link

@@ -267,7 +267,7 @@ def test_a_piece_that_was_asked_for_is_written_once(join_here: Federation, folde
 def test_more_pieces_are_asked_for_than_may_be_awaited_at_once(
     join_here: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.mesh._MOST_WISHES", 4)
+    monkeypatch.setattr("megatron_noloco.federation.mesh.MOST_WISHES", 4)
     a, b = join_here.of(2)
     asked = [b.begin(a.me, f"later/{number}") for number in range(10)]
     until(lambda: len(a.offers.takers("later/")) == 4)
