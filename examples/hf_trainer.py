@@ -1,9 +1,10 @@
 """NoLoCo with the `Trainer` of Hugging Face: a job that trains a small Llama, as one replica of several.
 
+    megatron-noloco keys my-run.key
     python examples/hf_trainer.py --slot 0 --slots 2 --folder my-run &
     python examples/hf_trainer.py --slot 1 --slots 2 --folder my-run
 
-On several machines `--rendezvous tcp://first:29600 --key-file my-run.key` in addition
+On several machines `--rendezvous tcp://first:29600` in addition, and a copy of the key
 (docs/several-machines.md).
 Each may be stopped and started again on its own; it continues from the Trainer's last checkpoint. Several ranks
 for each replica: torchrun --nproc-per-node 2 in place of python, for all jobs. `--deepspeed FILE`: a ds_config.
@@ -48,14 +49,13 @@ def main() -> None:
     )
     parser.add_argument("--slot", type=int, required=True, help="which replica this job is, from 0")
     parser.add_argument("--slots", type=int, required=True, help="how many replicas there are")
-    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints and the model")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for checkpoints and the model; the key is FOLDER.key"
+    )
     parser.add_argument(
         "--rendezvous", help="tcp://HOST:PORT of one replica or more; else a folder in FOLDER"
     )
     parser.add_argument("--listen", help='"off" where others cannot connect; else the port of the rendezvous')
-    parser.add_argument(
-        "--key-file", help="of all replicas, by `megatron-noloco keys FILE`; else unencrypted"
-    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--deepspeed", help="a ds_config")
     options = parser.parse_args()
@@ -90,8 +90,7 @@ def main() -> None:
     federation = FederationSettings(
         rendezvous=options.rendezvous or f"file://{options.folder}/rendezvous",
         listen=options.listen,
-        encryption="tls" if options.key_file else "none",
-        key_file=options.key_file,
+        key_file=f"{options.folder}.key",
         skip_local_steps=False,  # a slow job lets its partners wait; True: it leaves out steps
         start_with=options.slots,  # wait for all at the beginning, two minutes at most
     )

@@ -1,5 +1,6 @@
 """NoLoCo in Megatron-LM's loop: a job that trains a small GPT with Megatron-core, as one replica of several.
 
+    megatron-noloco keys my-run.key
     torchrun --nproc-per-node 2 --master-port 29501 examples/megatron_loop.py --slot 0 --slots 2 --folder my-run &
     torchrun --nproc-per-node 2 --master-port 29502 examples/megatron_loop.py --slot 1 --slots 2 --folder my-run
 
@@ -106,7 +107,7 @@ def main() -> None:
         NolocoSettings(local_steps=10, deadline_seconds=120),
         federation=FederationSettings(
             rendezvous=f"file://{options.folder}/rendezvous",
-            encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
+            key_file=f"{options.folder}.key",  # a copy on each machine
             skip_local_steps=False,  # a slow job lets its partners wait
             start_with=options.slots,
         ),

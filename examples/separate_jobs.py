@@ -1,5 +1,6 @@
 """Replicas as separate jobs: an ordinary job in plain torch, which is one replica of two.
 
+    megatron-noloco keys my-run.key
     python examples/separate_jobs.py --slot 0 --folder my-run &
     python examples/separate_jobs.py --slot 1 --folder my-run
 
@@ -52,7 +53,7 @@ def main() -> None:
         NolocoSettings(local_steps=10, deadline_seconds=60),
         federation=FederationSettings(
             rendezvous=f"file://{options.folder}/rendezvous",
-            encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
+            key_file=f"{options.folder}.key",  # a copy on each machine
             skip_local_steps=False,  # a slow job lets its partners wait
             start_with=SLOTS,  # waits for a minute at most, see deadline_seconds
         ),

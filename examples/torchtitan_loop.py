@@ -1,5 +1,6 @@
 """NoLoCo with torchtitan: a loop around its Llama with its FSDP2, as one replica of several.
 
+    megatron-noloco keys my-run.key
     python examples/torchtitan_loop.py --slot 0 --slots 2 --folder my-run &
     python examples/torchtitan_loop.py --slot 1 --slots 2 --folder my-run
 
@@ -84,7 +85,7 @@ def main() -> None:
     if options.slots > 1:
         federation = FederationSettings(
             rendezvous=f"file://{options.folder}/rendezvous",
-            encryption="none",  # over the internet "tls", with key_file made by `megatron-noloco keys FILE`
+            key_file=f"{options.folder}.key",  # a copy on each machine
             skip_local_steps=False,  # a slow job lets its partners wait
             start_with=options.slots,  # wait for all at the beginning
             rounds_behind=1,  # a job that comes back goes on where the others are

@@ -2,12 +2,14 @@
 # Three replicas as separate jobs on this machine, of one and of two ranks: one is killed, and comes back with another
 # number of ranks. At the end all are one model.
 #   usage: launch/federation.sh      (or: make federation)
-# They find each other in runs/federation/rendezvous, and send over the loopback interface without encryption.
+# They find each other in runs/federation/rendezvous, and send over the loopback interface.
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
 cd "$root"
 config=configs/federation.json two_stages=configs/federation_two_stages.json runs=runs/federation
+mkdir -p runs
+[ -e runs/federation.key ] || "$PYTHON" -m megatron_noloco keys runs/federation.key
 check_config "$config" 1
 check_config "$two_stages" 2
 export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo

@@ -331,15 +331,10 @@ class FederationSettings(Settings):
         "Name of the site where this job is: jobs exchange with those at their own site but for every "
         "noloco.site_interval-th round, and with others where nobody else is there. null: with all alike.",
     )
-    encryption: Literal["tls", "none"] = field(
-        "tls",
-        '"tls": HTTPS, in which both sides show a certificate of key_file; "none": HTTP, for a trusted network or '
-        "a tunnel.",
-    )
     key_file: FilePath | None = field(
         None,
         "The key of all members, made by `megatron-noloco keys FILE`; or the member file that `megatron-noloco "
-        "join` has written.",
+        "join` has written. All that jobs send each other is encrypted, and both sides show certificates.",
     )
     shortest_deadline_seconds: AboveZero = offered_field(
         10.0,
@@ -380,11 +375,8 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
     if not federation.exists:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
         return
-    if federation.encryption == "tls" and federation.key_file is None:
-        yield (
-            "federation.key_file is missing: `megatron-noloco keys FILE` makes one; in a trusted network "
-            'federation.encryption "none" does without'
-        )
+    if federation.key_file is None:
+        yield "federation.key_file is missing: `megatron-noloco keys FILE` makes one, for all jobs"
     if federation.listen == "off" and federation.advertise:
         yield 'federation.advertise: with federation.listen "off" no other job can connect to this one'
     if noloco.method != "noloco" or noloco.group_size != 2:

@@ -26,6 +26,7 @@ from contextlib import (
     suppress,
 )
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.cli.main import main
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.preflight.mpi_check import find_mpirun
 from tests.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
 from tests.netlab.network import Link
@@ -52,6 +54,24 @@ _GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itse
 
 class RankFailedError(AssertionError):
     """A rank raised, died or was too slow; the message holds its traceback."""
+
+
+@cache
+def federation_keys() -> Keys:
+    """Return the key of the federations of this process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Keys.make(Path(folder) / "key")
+
+
+def key_file(folder: Path, name: str = "key") -> str:
+    """Return a key file in a folder, which the first of several processes makes."""
+    path = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as made, suppress(FileExistsError):
+            Keys.make(Path(made) / "key")
+            os.link(Path(made) / "key", path)
+    return str(path)
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:

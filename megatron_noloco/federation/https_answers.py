@@ -85,7 +85,7 @@ class Answers:
             return _refusal(404, "no such page")
         if time.time() > connection.ends:
             return _refusal(403, "the certificate's time is over")
-        if asker is None or connection.slot not in (None, asker.slot):
+        if asker is None or connection.slot != asker.slot:
             return _refusal(403, f"the header {MEMBER} must name a member of the certificate's slot")
         if parts[2] != (run := f"{self._mesh.statuses.run:016x}"):
             with suppress(ValueError):
@@ -93,7 +93,6 @@ class Answers:
                 self._mesh.warn(difference(self._mesh.statuses, self._digests, str(asker), theirs))
             content = {"run": run, "member": str(self._mesh.me), "digests": dict(self._digests)}
             return web.json_response(content, status=409)
-        connection.admit()
         is_get = request.method == "GET"
         if parts[3:] == ["status"] and is_get:
             return self._tell()

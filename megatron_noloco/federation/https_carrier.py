@@ -42,9 +42,10 @@ from megatron_noloco.federation.https_client import (
     lines_of,
     pauses,
 )
-from megatron_noloco.federation.https_links import LEASE_SECONDS, MOST_WISHES, Link, Links, Peer
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer
 from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
 from megatron_noloco.federation.mesh import (
+    MOST_WISHES,
     PATIENCE_SECONDS,
     Carrier,
     Fetch,
@@ -212,7 +213,8 @@ class HttpsCarrier(Carrier):
         if host not in self._refused_hosts and len(self._refused_hosts) < _MOST_REFUSED_HOSTS:
             self._refused_hosts.add(host)
             self.mesh.warn(
-                f"refused a connection from {host}: it has another key, or is of megatron_noloco 0.4 or earlier"
+                f"refused a connection from {host}: it shows no certificate of this federation, or is of "
+                "megatron_noloco 0.4 or earlier"
             )
 
     # Members

@@ -73,13 +73,12 @@ class Client:
         self._sessions = {use: self._session(most) for use, most in _MOST_CONNECTIONS.items()}
 
     def _session(self, most: int) -> ClientSession:
-        identity = self._statuses.identity
         connector = aiohttp.TCPConnector(
             limit=0,
             limit_per_host=most,
             keepalive_timeout=KEEP_ALIVE_SECONDS - 20,  # or a request could meet the end from the other side
             socket_factory=self._open_socket,
-            ssl=True if identity is None else identity.client,
+            ssl=self._statuses.identity.client,
         )
         return ClientSession(
             connector=connector,
@@ -99,12 +98,10 @@ class Client:
         Args:
             use: a key of `_MOST_CONNECTIONS`.
         """
-        scheme = "http" if self._statuses.identity is None else "https"
-        if self._statuses.identity is not None:
-            options["server_hostname"] = ANY_MEMBER if slot is None else host_name(slot)
+        options["server_hostname"] = ANY_MEMBER if slot is None else host_name(slot)
         if path in ("link", "status"):
             options["headers"] = self._headers
-        url = URL(f"{scheme}://{address}/run/{self._statuses.run:016x}/{path}", encoded=True)
+        url = URL(f"https://{address}/run/{self._statuses.run:016x}/{path}", encoded=True)
         return self._sessions[use].request(method, url, allow_redirects=False, **options)
 
     async def statuses(self, address: str) -> AsyncGenerator[dict[str, Any]]:
@@ -194,8 +191,7 @@ class Seeds:
                     await asyncio.sleep(RARE_SECONDS)
                 except CONNECTION_ERRORS as error:
                     since, _ = self._unanswered.get(address, (time.monotonic(), ""))
-                    is_encrypted = self._links.statuses.identity is not None
-                    self._unanswered[address] = since, await why_not(address, error, is_encrypted)
+                    self._unanswered[address] = since, await why_not(address, error)
                     self._warn_of_nobody()
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -244,7 +240,7 @@ def difference(statuses: Statuses, own: Mapping[str, str], name: str, digests: A
     return refusal(name.partition(".")[0], statuses.me.slot, names)
 
 
-async def why_not(address: str, error: Exception, is_encrypted: bool) -> str:
+async def why_not(address: str, error: Exception) -> str:
     """Return why no job of this federation answers at an address."""
     has_connected, nobody = True, f"nobody answers at {address}"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
@@ -266,8 +262,7 @@ async def why_not(address: str, error: Exception, is_encrypted: bool) -> str:
         return f"{nobody}: no answer, nor a refusal: its host is off, or a firewall drops what is sent there"
     if isinstance(error, OSError) and error.errno and not has_connected:
         return f"{nobody}: {os.strerror(error.errno)}"
-    what = "has another key" if is_encrypted else "expects encryption"
-    return f"the process at {address} {what}, or is of megatron_noloco 0.4 or earlier"
+    return f"the process at {address} has another key, or is of megatron_noloco 0.4 or earlier"
 
 
 async def lines_of(

@@ -34,7 +34,6 @@ from megatron_noloco.settings import MOST_SLOTS
 
 LEASE_SECONDS = 10.0  # without a line, after which a link has ended
 PULSE_SECONDS = 2.0
-MOST_WISHES = 256  # of a member
 _GRACE_SECONDS = 1.2  # for a link to be opened again by a member that is hidden, or seems to have ended
 _TURN_SECONDS = 3.0  # for a member that was started later to open the link
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries to open a link
@@ -197,8 +196,7 @@ class Links:
                 known.dialling.cancel()
             if known is not None and known.link is not None:
                 known.link.end()
-            identity = self.statuses.identity
-            ends = math.inf if identity is None else identity.ends_of(signed.certificate)
+            ends = self.statuses.identity.ends_of(signed.certificate)
             own = self.statuses.own
             waits = (
                 own is not None and bool(addresses_in(own.status)) and _is_later(signed.member, self.mesh.me)

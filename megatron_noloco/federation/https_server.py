@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import random
 import resource
@@ -25,7 +24,7 @@ BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
 CHUNK_BYTES = 2**18
 READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
 KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
-_OPEN_SECONDS = 10.0  # for the handshake; without encryption for the first request
+_OPEN_SECONDS = 10.0  # for the handshake
 _MOST_STRANGERS = 256  # connections within those seconds
 _MOST_OF_A_SLOT = 128  # connections
 _ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
@@ -89,31 +88,21 @@ class Connection(web.RequestHandler):
     """A connection that another process has opened.
 
     Attributes:
-        slot: that the certificate of the other side names; None without encryption.
+        slot: that the certificate of the other side names.
         ends: Unix time after which that certificate is not good.
-        is_admitted: done once the other side has shown that it is a member.
     """
 
     def __init__(self, server: "Server", manager: web.Server, **settings: Any) -> None:
         super().__init__(manager, **settings)
         self._server = server
-        self.slot: int | None = None
-        self.ends = math.inf
-        self.is_admitted = asyncio.get_running_loop().create_future()
-
-    def admit(self) -> None:
-        if not self.is_admitted.done():
-            self.is_admitted.set_result(None)
+        self.slot, self.ends = -1, 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        encrypted = transport.get_extra_info("ssl_object")
-        if encrypted is not None:
-            self.slot, self.ends = slot_of(encrypted.getpeercert(binary_form=True))
+        self.slot, self.ends = slot_of(transport.get_extra_info("ssl_object").getpeercert(binary_form=True))
         self._server.connections.add(self)
 
     def connection_lost(self, error: BaseException | None) -> None:
-        self.admit()
         self._server.connections.discard(self)
         super().connection_lost(error)
 
@@ -123,12 +112,12 @@ class Server:
 
     Args:
         handle: answers a request.
-        refuse: is told the host of a process that has another key.
+        refuse: is told the host of a process that shows no certificate of the federation.
     """
 
     def __init__(
         self,
-        identity: Identity | None,
+        identity: Identity,
         handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         refuse: Callable[[str], object],
     ) -> None:
@@ -180,12 +169,9 @@ class Server:
         is_member = False
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
-                context = None if self._identity is None else self._identity.server
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
-                    self._connect, accepted, ssl=context
+                    self._connect, accepted, ssl=self._identity.server
                 )
-                if context is None:
-                    await connection.is_admitted
             is_member = sum(other.slot == connection.slot for other in self.connections) <= _MOST_OF_A_SLOT
         except ssl.SSLError:
             self._refuse(host)

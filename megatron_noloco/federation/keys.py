@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -332,24 +332,18 @@ def _der(private: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 class Seal:
-    """Encrypts content so that it is good at one place only; without a key the content stays as it is."""
+    """Encrypts content so that it is good at one place only."""
 
-    def __init__(self, key: bytes | None) -> None:
-        self._key_of_names = hmac.digest(key or b"-", b"names", "sha256")
-        self._cipher: Any = None
-        if key is not None:
-            self._cipher = AESGCM(key)
+    def __init__(self, key: bytes) -> None:
+        self._key_of_names = hmac.digest(key, b"names", "sha256")
+        self._cipher = AESGCM(key)
 
     def close(self, place: str, content: bytes) -> bytes:
-        if self._cipher is None:
-            return content
         nonce = os.urandom(12)
         return nonce + bytes(self._cipher.encrypt(nonce, content, place.encode()))
 
     def open(self, place: str, sealed: bytes) -> bytes:
         """Return what was sealed for a place; raises ValueError for anything else."""
-        if self._cipher is None:
-            return sealed
         try:
             return bytes(self._cipher.decrypt(sealed[:12], memoryview(sealed)[12:], place.encode()))
         except InvalidTag:

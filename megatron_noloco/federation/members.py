@@ -140,10 +140,6 @@ class Peer:
     present: bool
     reached: bool
 
-    @property
-    def incarnation(self) -> int:
-        return self.member.incarnation
-
 
 class Members:
     """The other replicas, and what they are told of this one. On the leader; for all its threads.

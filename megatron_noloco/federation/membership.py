@@ -197,14 +197,13 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ru
     alike = alike._replace(shared={"noloco": shared(noloco), **alike.shared})
     seeds, folder = meeting_place(federation.rendezvous)
     listen = place_to_listen(federation.listen, seeds)
-    key_file = Path(str(federation.key_file)) if federation.encryption == "tls" else None
     return Network(
         run_number(alike.shared),
         alike.digests,
+        Keys.read(Path(str(federation.key_file))),
         seeds,
         folder,
         listen,
-        None if key_file is None else Keys.read(key_file),
         place_to_advertise(federation.advertise, listen),
         PeerStatus(site=federation.site or "", kind=alike.kind, digests=digests_of(alike.own)),
     )

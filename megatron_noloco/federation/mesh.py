@@ -39,7 +39,7 @@ MOST_PIECE_BYTES = 2**26
 MOST_NAME_CHARACTERS = 160
 _MOST_INBOX_BYTES = 2**27  # of a giver
 _MOST_INBOX_PIECES = 1024
-_MOST_WISHES = 256  # of a taker
+MOST_WISHES = 256  # of a taker
 _ANOTHERS, _WITHDRAWN = "the piece is another member's", "the piece was withdrawn"
 _REMEMBERED = 512  # prefixes that were withdrawn
 _MOST_WARNINGS = 1000  # others may cause them
@@ -140,7 +140,7 @@ class Offers:
                 found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
             elif any(map(name.startswith, self._withdrawn)):
                 found = RefusedError(_WITHDRAWN)
-            elif self._of_taker[taker] >= _MOST_WISHES:
+            elif self._of_taker[taker] >= MOST_WISHES:
                 wish.cancel()
             else:
                 self._wishes.setdefault(name, []).append((taker, wish))
@@ -591,14 +591,14 @@ class Mesh:
 def in_thread(function: Callable[[], Value], name: str) -> "Future[Value]":
     """Run a function in a thread of its own, which never keeps the process from ending."""
     future: Future[Value] = Future()
-
-    def body() -> None:
-        try:
-            found = function()
-        except BaseException as error:  # raised where the future's result is asked for
-            future.set_exception(error)
-        else:
-            future.set_result(found)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
+    threading.Thread(target=_run, args=(function, future), name=name, daemon=True).start()
     return future
+
+
+def _run(function: Callable[[], Value], future: "Future[Value]") -> None:
+    try:
+        found = function()
+    except BaseException as error:  # raised where the future's result is asked for
+        future.set_exception(error)
+    else:
+        future.set_result(found)

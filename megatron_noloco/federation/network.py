@@ -41,20 +41,20 @@ class Network:
     Attributes:
         run: number of the run.
         digests: of what all jobs of the run have alike.
+        keys: from which this job has its identity.
         seeds: addresses of members, "HOST:PORT"; none where the jobs meet in a folder.
         folder: where the jobs meet; None where they have addresses.
         listen: "HOST:PORT", HOST "*": all interfaces, PORT 0: any. None: no other job can dial this one.
-        keys: None: nothing is authenticated or encrypted.
         advertise: where the others reach this job; None: where it listens.
         first: what the others are told of this job.
     """
 
     run: int
     digests: Mapping[str, str]
+    keys: Keys
     seeds: Sequence[str] = ()
     folder: Store | None = None
     listen: str | None = "*:0"
-    keys: Keys | None = None
     advertise: str | None = None
     first: PeerStatus = field(default_factory=PeerStatus)
 
@@ -79,7 +79,7 @@ class Network:
             incarnation = max(later) + 1
 
     def _open(self, me: Member, stopped: Callable[[], bool]) -> Members:
-        identity = None if self.keys is None else self.keys.identity(me.slot)
+        identity = self.keys.identity(me.slot)
         with ExitStack() as opened:
             listener = None
             if self.listen is not None:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from enum import IntEnum
 
 from megatron_noloco.federation.members import NO_PART, Members, Peer
+from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.pairing import Candidates
 
 _REMEMBERED = 8  # rounds with a partner, whose slowest says how long the next may take
@@ -46,7 +47,7 @@ class Partners:
         self.longest_seconds = longest_seconds
         self.members, self._behind, self._shortest_seconds = members, behind, shortest_seconds
         self._waits = defaultdict[int, deque[float]](lambda: deque(maxlen=_REMEMBERED))
-        self._avoided: dict[int, tuple[int, int, str]] = {}  # incarnation, until which round, why
+        self._avoided: dict[int, tuple[Member, int, str]] = {}  # until which round, why
 
     def seconds(self, slot: int) -> float:
         """Return for how many seconds a partner is waited for until it begins a round."""
@@ -61,7 +62,7 @@ class Partners:
     def avoid(self, slot: int, rounds: int, why: str) -> None:
         """Treat a replica as away until it has begun so many more rounds, or was started anew."""
         if (peer := self.members.peer(slot)) is not None:
-            self._avoided[slot] = peer.incarnation, peer.status.begun + rounds, why
+            self._avoided[slot] = peer.member, peer.status.begun + rounds, why
 
     def candidates(self, number: int, doubtful: Collection[int] = ()) -> tuple[Candidates, dict[int, str]]:
         """Return the other replicas as a round begins; and why each is not available, "" where it is.
@@ -97,8 +98,8 @@ class Partners:
             return "is not there"
         if status.phase != "training":
             return "recovers a state" if status.phase == "behind" else "is at its end"
-        incarnation, until, why = self._avoided.get(slot, (0, 0, ""))
-        if incarnation == peer.incarnation and status.begun < until:
+        member, until, why = self._avoided.get(slot, (None, 0, ""))
+        if member == peer.member and status.begun < until:
             return why
         # Compared with the round before: a replica near it does not skip ahead. A replica that has begun no round
         # may be about to recover a state.

@@ -61,7 +61,7 @@ class SignedStatus:
     Attributes:
         number: grows with each status of the member.
         text: JSON of the status.
-        certificate: of the member, DER; empty without encryption, as is the signature.
+        certificate: of the member, DER.
     """
 
     member: Member
@@ -118,13 +118,13 @@ class Statuses:
 
     Args:
         run: number of the run.
-        identity: of this process; None: nothing is signed, and each member is taken at its word.
+        identity: of this process.
 
     Attributes:
         own: the last status of this member; None: there is none yet.
     """
 
-    def __init__(self, run: int, me: Member, identity: "Identity | None") -> None:
+    def __init__(self, run: int, me: Member, identity: "Identity") -> None:
         self.run, self.me, self.identity = run, me, identity
         self.own: SignedStatus | None = None
         self._newest: dict[int, SignedStatus] = {}
@@ -137,11 +137,8 @@ class Statuses:
             raise ValueError(f"a status of {len(text)} bytes is longer than {MOST_STATUS_BYTES}")
         with self._lock:
             number = 1 if self.own is None else self.own.number + 1
-            own = SignedStatus(self.me, number, text, b"", b"")
-            if self.identity is not None:
-                signature = self.identity.sign(own.signed_text(self.run))
-                own = replace(own, certificate=self.identity.certificate, signature=signature)
-            self.own = own
+            own = SignedStatus(self.me, number, text, self.identity.certificate, b"")
+            self.own = replace(own, signature=self.identity.sign(own.signed_text(self.run)))
 
     def newest(self) -> list[SignedStatus]:
         """Return the newest status of each other slot. A later process of the own slot is among them."""
@@ -174,9 +171,8 @@ class Statuses:
         now = time.time_ns()
         if signed.member.incarnation > now + _DAY_NS and now > _CLOCKLESS_NS:
             raise ValueError("is of a process that starts in the future")
-        if self.identity is not None:
-            text = signed.signed_text(self.run)
-            self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
+        text = signed.signed_text(self.run)
+        self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
         assert isinstance(signed.status, dict)  # it is in order
 
 

@@ -7,24 +7,23 @@ from contextlib import aclosing, suppress
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.https_client import CONNECTION_ERRORS, Client, OtherRunError, why_not
-from megatron_noloco.federation.keys import VISITOR, Identity
+from megatron_noloco.federation.keys import Identity
 from megatron_noloco.federation.mesh import Member, Status
 from megatron_noloco.federation.statuses import SignedStatus, Statuses
 
 
 def visit(
-    identity: Identity | None, run: int, addresses: Sequence[str]
+    identity: Identity, run: int, addresses: Sequence[str]
 ) -> tuple[Mapping[Member, Status], set[Member]]:
     """Return the last status of each member of a run, and who is there, as the first job sees it that answers.
 
     Args:
-        identity: of a visitor, or of the slot of a member file; None: nothing is encrypted.
+        identity: of a visitor, or of the slot of a member file.
         addresses: HOST:PORT of jobs.
 
     Raises UserError where no job answers.
     """
-    slot = VISITOR if identity is None else identity.slot
-    statuses, present = Statuses(run, Member(slot, time.time_ns()), identity), set[Member]()
+    statuses, present = Statuses(run, Member(identity.slot, time.time_ns()), identity), set[Member]()
 
     async def ask(client: Client, address: str) -> None:
         async with aclosing(client.statuses(address)) as lines:
@@ -45,7 +44,7 @@ def visit(
                 except OtherRunError:
                     reasons.append(f"the job at {address} is of another run")
                 except CONNECTION_ERRORS as error:
-                    reasons.append(await why_not(address, error, identity is not None))
+                    reasons.append(await why_not(address, error))
         finally:
             await client.close()
         return "; ".join(reasons) or "there is no address of a job to ask"

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import FrameType
 
 import psutil
@@ -18,6 +18,7 @@ from torch.distributed.run import main
 
 from megatron_noloco.job.launcher import spared_by_nohup
 
+_LOOK_SECONDS = 0.2
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -33,7 +34,12 @@ def run(arguments: list[str]) -> int:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     try:
         with ThreadPoolExecutor(1) as other_thread:
-            other_thread.submit(main, arguments).result()
+            running = other_thread.submit(main, arguments)
+            while (
+                not running.done()
+            ):  # some signals do not wake a thread that waits for ever, and are lost till then
+                wait([running], _LOOK_SECONDS)
+            running.result()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

@@ -30,11 +30,8 @@ def keys_of_inviter(config: RunConfig, path: str, slot: int | None, at: str | No
         slot, at: see `invite`.
     """
     federation = config.federation
-    if not federation.exists or federation.key_file is None or federation.encryption != "tls":
-        raise UserError(
-            f"{path}: invite needs a federation with a key: federation.rendezvous, federation.key_file, "
-            'and federation.encryption "tls"'
-        )
+    if not federation.exists or federation.key_file is None:
+        raise UserError(f"{path}: invite needs a federation: federation.rendezvous and federation.key_file")
     if slot is not None and not 0 <= slot < MOST_SLOTS:
         raise UserError(f"invite: --slot {slot}: the slots are 0 to {MOST_SLOTS - 1}")
     rendezvous = str(federation.rendezvous)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.keys import VISITOR, Keys
+from megatron_noloco.federation.keys import VISITOR, Identity, Keys
 from megatron_noloco.federation.mesh import Member, Status
 from megatron_noloco.federation.statuses import addresses_in
 from megatron_noloco.federation.visit import visit
@@ -71,11 +71,8 @@ class Following:
                 return True
         return False
 
-    def _identity(self) -> Any:
-        federation = self._config.get("federation", {})
-        if federation.get("encryption", "tls") != "tls":
-            return None
-        keys = Keys.read(Path(federation["key_file"]))
+    def _identity(self) -> Identity:
+        keys = Keys.read(Path(self._config["federation"]["key_file"]))
         return keys.identity(VISITOR if keys.slot is None else keys.slot)
 
     def _new(self, member: Member, status: Status) -> list[tuple[int, str]]:

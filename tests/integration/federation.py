@@ -23,7 +23,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
 from megatron_noloco.federation import membership
 from megatron_noloco.job import leaving
-from tests.harness import free_port
+from tests.harness import free_port, key_file
 from tests.integration.tiny import TINY, tiny, write_config
 from tools.faults.replica import pause
 
@@ -50,11 +50,12 @@ class Federation:
     def __init__(
         self, folder: Path, changes: Mapping[str, Any], apart: bool = False, base: Mapping[str, Any] = TINY
     ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         ours = {
             "federation": {
                 "rendezvous": f"file://{folder}/rendezvous",
                 "listen": "tcp://127.0.0.1:0",
-                "encryption": "none",
+                "key_file": key_file(folder),
                 "leave_seconds": 0.0,  # all are stopped at once
             },
             "noloco": {"routing": "off"},

@@ -24,7 +24,7 @@ from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.network import Network
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
-from tests.harness import LAUNCH_VARIABLES, run_ranks
+from tests.harness import LAUNCH_VARIABLES, key_file, run_ranks
 
 SECONDS = 60.0
 
@@ -56,7 +56,7 @@ def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str,
     """Return arguments of `attach` with which all jobs begin together, and wait for each other."""
     settings = {
         "rendezvous": f"file://{folder}/rendezvous",
-        "encryption": "none",
+        "key_file": key_file(folder),
         "skip_local_steps": False,
         "listen": "tcp://127.0.0.1:0",
         "start_with": slots,

@@ -32,7 +32,7 @@ from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tests.harness import REPOSITORY, run_ranks, run_script
+from tests.harness import REPOSITORY, key_file, run_ranks, run_script
 from tests.integration.jobs import run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
@@ -151,6 +151,7 @@ def test_wheel_trains_from_its_own_config(release: Release, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_attach_runs_where_only_its_extra_is_installed(release: Release, tmp_path: Path) -> None:
     python, script = install(release.wheel, ["federation"]) / "python", EXAMPLE.with_stem("separate_jobs")
+    key_file(tmp_path.parent, f"{tmp_path.name}.key")
     command = (str(python), str(script), "--folder", str(tmp_path), "--steps", "20", "--slot")
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda slot: call(*command, slot), ("0", "1"))
@@ -283,6 +284,7 @@ def of_one_rank(slot: int, rank: int, *arguments: str) -> str:
 
 def test_separate_jobs_end_with_one_model_and_continue(tmp_path: Path) -> None:
     """They exchange, and end with one model; started again, they continue from their checkpoints."""
+    key_file(tmp_path.parent, f"{tmp_path.name}.key")
     for begin, end in ((0, 100), (100, 200)):
         arguments = ["--folder", str(tmp_path), "--steps", str(end)]
         said = [text for (text,) in run_jobs(tmp_path, 2, 1, of_one_rank, *arguments)]

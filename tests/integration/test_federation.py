@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation import membership
-from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.states import State
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
@@ -162,20 +161,10 @@ def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, tex
         federation.stop()
 
 
-@pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "tls"])
-def test_two_stage_replica_without_disk_takes_over_and_ends(
-    tmp_path: Path, text: str, encryption: str
-) -> None:
+def test_two_stage_replica_without_disk_takes_over_and_ends(tmp_path: Path, text: str) -> None:
     """What it takes over is the state of the other at a step, to the last bit; its data is its own."""
-    if encryption == "tls":
-        Keys.make(tmp_path / "key")
     more = {
-        "federation": {
-            "start_with": 2,
-            "rounds_behind": 2,
-            "encryption": encryption,
-            "key_file": str(tmp_path / "key"),
-        },
+        "federation": {"start_with": 2, "rounds_behind": 2},
         "parallel": sizes(pp=2),
         "training": {"train_iters": 40},
         "checkpoint": {"save_interval": 1, "keep_last": 100},

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_noloco.attach import attach
 from megatron_noloco.settings import FederationSettings, NolocoSettings
+from tests.harness import key_file
 
 LOADERS, NUMBERS = 50, 64
 MOST_STEPS = 100_000
@@ -30,7 +31,9 @@ def job(slot: int, folder: str, loaders: int, queue: "multiprocessing.Queue[tupl
     model = nn.Linear(1000, 2000)
     nn.init.constant_(model.weight, 0.1)
     nn.init.zeros_(model.bias)
-    federation = FederationSettings(rendezvous=f"file://{folder}", encryption="none", start_with=2)
+    federation = FederationSettings(
+        rendezvous=f"file://{folder}", key_file=key_file(Path(folder)), start_with=2
+    )
     settings = NolocoSettings(local_steps=2, overlap_steps=1, payload="fp32", deadline_seconds=60.0)
     stop = threading.Event()
     noloco = attach(model, settings, federation=federation, slot=slot, stopped=stop.is_set)

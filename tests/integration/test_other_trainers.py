@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import REPOSITORY, launch_environ
+from tests.harness import REPOSITORY, key_file, launch_environ
 
 pytestmark = pytest.mark.slow
 SECONDS = 400.0
@@ -21,6 +21,7 @@ class Job:
 
     def __init__(self, example: str, slot: int, slots: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        key_file(folder.parent, f"{folder.name}.key")
         self._log = folder / f"slot_{slot}_of_{slots}.log"
         command = [sys.executable, "-u", REPOSITORY / "examples" / f"{example}.py"]
         command += ["--slot", str(slot), "--slots", str(slots), "--folder", str(folder)]

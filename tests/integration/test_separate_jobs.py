@@ -684,7 +684,7 @@ TWO_MODES = TwoModes([torch.zeros(2)])
 CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
 _KEYS = "slow_weights", "local_steps_done", "first_weights", "first_buffers"
 SAVED = dict.fromkeys(_KEYS, torch.zeros(2))
-ELSEWHERE = FederationSettings(rendezvous="file:///nowhere", encryption="none")
+ELSEWHERE = FederationSettings(rendezvous="file:///nowhere", key_file="/nowhere/key")
 SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
 
 

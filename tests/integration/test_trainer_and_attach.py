@@ -23,7 +23,7 @@ from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
 from megatron_noloco.training.prepare import _alike, first_weights
-from tests.harness import run_ranks, slow
+from tests.harness import key_file, run_ranks, slow
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, begin_alone
 from tests.integration.jobs import SECONDS, network_of_attach
@@ -222,7 +222,7 @@ def test_they_compare_the_same(
 
 
 def with_rendezvous(folder: Path) -> dict[str, Any]:
-    return tiny({"federation": {"rendezvous": f"file://{folder}", "encryption": "none"}}, TINY)
+    return tiny({"federation": {"rendezvous": f"file://{folder}", "key_file": key_file(folder)}}, TINY)
 
 
 def rotary(base: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.federation.keys import Keys
 from tests.netlab.lab import Lab, lab
 from tests.netlab.network import Link
 from tests.netlab.relay import address_of
@@ -55,10 +54,8 @@ def measure(link: Link, congestion: str) -> Iterator[dict[str, Any]]:
 
 
 def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
-    Keys.make(folder / "key")
     settings = {
         "slots": _REPLICAS, "start_with": _REPLICAS, "skip_local_steps": False, "rounds_behind": 1000,
-        "encryption": "tls", "key_file": str(folder / "key"),
     }  # fmt: skip
     base = base_config(_STEPS)
     base["noloco"] |= {"payload": "int8"}

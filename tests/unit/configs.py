@@ -9,7 +9,7 @@ MISSING = object()
 FEDERATION = {
     "parallel.replicas": MISSING,
     "noloco.routing": "off",
-    "federation": {"rendezvous": "file://there", "encryption": "none"},
+    "federation": {"rendezvous": "file://there", "key_file": "key"},
 }
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,

@@ -9,10 +9,13 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_noloco.federation.keys import Identity
 from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
 from megatron_noloco.federation.statuses import Statuses
+from tests.harness import federation_keys
 
 Value = TypeVar("Value")
 
@@ -290,12 +293,17 @@ class MemoryCarrier(Carrier):
         self.mesh.publish({**({} if own is None else own.status), "phase": "left"})
 
 
+@cache
+def _identity(slot: int) -> Identity:
+    return federation_keys().identity(slot)
+
+
 class MemoryMesh(Mesh):
     """The mesh of a member of a World; used by threads that `spawn` has made."""
 
     def __init__(self, me: Member, hidden: bool, world: World) -> None:
         self.world = world
-        super().__init__(Statuses(1, me, None), [MemoryCarrier(world, hidden)])
+        super().__init__(Statuses(1, me, _identity(me.slot)), [MemoryCarrier(world, hidden)])
         self.publish({})
 
     def clock(self) -> float:

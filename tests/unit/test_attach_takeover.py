@@ -27,6 +27,7 @@ from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.peers import Boundary
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
+from tests.harness import key_file
 
 
 class Job:
@@ -139,7 +140,7 @@ def test_what_is_no_state_is_refused() -> None:
 def test_failed_attach_leaves_federation_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after Ctrl-C while it waits for the state of another job."""
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
-    where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
+    where = FederationSettings(rendezvous=f"file://{tmp_path}", key_file=key_file(tmp_path))
     model = nn.Linear(2, 2)
     begin = partial(attach, model, NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
     with monkeypatch.context() as failing:
@@ -267,7 +268,7 @@ def test_the_round_of_a_leave_counts_as_met() -> None:
 def test_a_resume_continues_with_what_is_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.federation.membership.FIRST_SECONDS", 0.0)
     model, counts = nn.Linear(2, 2), list[dict[str, Any]]()
-    where = FederationSettings(rendezvous=f"file://{tmp_path}", encryption="none")
+    where = FederationSettings(rendezvous=f"file://{tmp_path}", key_file=key_file(tmp_path))
     registered = {"count": (lambda: {"seen": 7}, counts.append)}
     begin = partial(attach, model, NolocoSettings(), federation=where, slot=0, registered=registered)
     noloco = begin()

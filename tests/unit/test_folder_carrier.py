@@ -88,7 +88,7 @@ def bucket(files: Any = None, url: str = "fake://bucket/run") -> Store:
 class Federation:
     """Members in one folder, and the lines that they were warned with."""
 
-    def __init__(self, store: Callable[[], Store], keys: Keys | None = None) -> None:
+    def __init__(self, store: Callable[[], Store], keys: Keys) -> None:
         self.store, self.keys = store, keys
         self.lines = list[str]()
         self.meshes = list[Mesh]()
@@ -96,8 +96,7 @@ class Federation:
     def join(
         self, slot: int, run: int = RUN, store: Store | None = None, incarnation: int = 0, **status: Any
     ) -> Mesh:
-        identity = self.keys.identity(slot) if self.keys else None
-        statuses = Statuses(run, Member(slot, incarnation or time.time_ns()), identity)
+        statuses = Statuses(run, Member(slot, incarnation or time.time_ns()), self.keys.identity(slot))
         mesh = Mesh(statuses, [FolderCarrier(store or self.store(), {"model": f"of {run}"})])
         mesh.tell_user(self.lines.append if run == RUN else print)
         self.meshes.append(mesh)
@@ -200,14 +199,9 @@ def in_bucket(files: FakeBucket, key: Keys) -> Iterator[Federation]:
     federation.end()
 
 
-@pytest.fixture(params=["plain", "join_here", "in_bucket"])
-def federation(request: pytest.FixtureRequest, folder: Path) -> Iterator[Federation]:
-    if request.param != "plain":
-        yield request.getfixturevalue(request.param)
-        return
-    federation = Federation(lambda: Store.of(f"memory://{folder}"))
-    yield federation
-    federation.end()
+@pytest.fixture(params=["join_here", "in_bucket"])
+def federation(request: pytest.FixtureRequest) -> Federation:
+    return request.getfixturevalue(request.param)
 
 
 # Pieces
@@ -273,7 +267,7 @@ def test_a_piece_that_was_asked_for_is_written_once(join_here: Federation, folde
 def test_more_pieces_are_asked_for_than_may_be_awaited_at_once(
     join_here: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.mesh._MOST_WISHES", 4)
+    monkeypatch.setattr("megatron_noloco.federation.mesh.MOST_WISHES", 4)
     a, b = join_here.of(2)
     asked = [b.begin(a.me, f"later/{number}") for number in range(10)]
     until(lambda: len(a.offers.takers("later/")) == 4)
@@ -488,7 +482,7 @@ def test_a_forged_wish_or_status_is_ignored(join_here: Federation, folder: Path)
     monster = seal.close(carrier._place_of_wish(a.me, b.me), b"x").hex()
     (folder / RUN_NAME / "to" / str(a.me) / f"q~{b.me}~{monster}").touch()
     known = json.loads(a.statuses.of(1).line) | {"number": 99, "text": '{"phase":"left"}'}
-    folder_seal = Seal(carrier._identity.folder_key)  # type: ignore[union-attr]
+    folder_seal = Seal(carrier._identity.folder_key)
     texts = str(b.me), "999999", "99"
     file = "~".join([*texts, folder_seal.mac("alive", RUN_NAME, *texts), ""])
     (alive / file).write_bytes(folder_seal.close(file, json.dumps(known).encode()))
@@ -544,9 +538,9 @@ def test_a_folder_that_was_removed_is_made_again(join_here: Federation, folder: 
     know_each_other(a, b, join_here.join(2))
 
 
-def test_a_folder_that_cannot_be_used_is_a_user_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_a_user_error(tmp_path: Path, key: Keys) -> None:
     (tmp_path / "file").touch()
-    federation = Federation(lambda: Store.of((tmp_path / "file").as_uri()))
+    federation = Federation(lambda: Store.of((tmp_path / "file").as_uri()), key)
     with pytest.raises(UserError, match=r"^federation.rendezvous: cannot write in /.*/file: File exists$"):
         federation.join(0)
     files = FakeBucket()

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import Network
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training import following
@@ -12,12 +13,12 @@ ROW = {"kind": "step", "step": 20, "replica": 1, "speed/seconds_per_step": 2.5}
 
 
 def test_rows_of_other_jobs_come_after_the_own_job_has_ended(tmp_path: Path) -> None:
-    others = tmp_path / "replica_00" / "others"
+    others, keys = tmp_path / "replica_00" / "others", Keys.make(tmp_path / "key")
     keep_rows(others, [(0, json.dumps({**ROW, "replica": 0})), (1, "no row"), (1, json.dumps(ROW))])
-    members = Network(7, {}, listen="127.0.0.1:0").open(1)
+    members = Network(7, {}, keys, listen="127.0.0.1:0").open(1)
     try:
         keep_addresses(others, 7, members.mesh.known())
-        follower = Following(tmp_path, {"federation": {"encryption": "none"}})
+        follower = Following(tmp_path, {"federation": {"key_file": str(tmp_path / "key")}})
         found = list[int]()
         for step in (40, 60, 60, 80):
             if step not in found:

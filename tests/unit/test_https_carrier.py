@@ -37,7 +37,7 @@ class Someone:
 
     def __init__(
         self,
-        identity: Identity | None,
+        identity: Identity,
         slot: int,
         seeds: Sequence[str] = (),
         listens: bool = True,
@@ -72,11 +72,11 @@ class Someone:
 class World:
     """Members that end with the test."""
 
-    def __init__(self, keys: Keys | None) -> None:
+    def __init__(self, keys: Keys) -> None:
         self.keys, self.members = keys, list[Someone]()
 
-    def identity(self, slot: int) -> Identity | None:
-        return None if self.keys is None else self.keys.identity(slot)
+    def identity(self, slot: int) -> Identity:
+        return self.keys.identity(slot)
 
     def add(self, slot: int, seeds: Sequence[Someone] = (), **options: Any) -> Someone:
         someone = Someone(self.identity(slot), slot, [seed.address for seed in seeds], **options)
@@ -101,17 +101,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return Keys.make(tmp_path_factory.mktemp("keys") / "key")
 
 
-@pytest.fixture(params=["tls", "none"])
-def world(request: pytest.FixtureRequest, keys: Keys) -> Iterator[World]:
-    yield from _world(keys if request.param == "tls" else None)
-
-
 @pytest.fixture
-def tls(keys: Keys) -> Iterator[World]:
-    yield from _world(keys)
-
-
-def _world(keys: Keys | None) -> Iterator[World]:
+def world(keys: Keys) -> Iterator[World]:
     made = World(keys)
     yield made
     for someone in reversed(made.members):
@@ -164,13 +155,13 @@ def test_pieces_pass_both_ways_with_a_hidden_member(world: World) -> None:
 
 
 @pytest.mark.parametrize("slot", [0, 2])
-def test_a_member_that_advertises_a_wrong_address_acts(tls: World, slot: int) -> None:
+def test_a_member_that_advertises_a_wrong_address_acts(world: World, slot: int) -> None:
     """As behind a router: the other one fails to dial it, and it opens the link."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         wrong = f"127.0.0.1:{closed.getsockname()[1]}"
-    one = tls.add(1)
-    other = tls.add(slot, [one], address=wrong)
-    tls.meet()
+    one = world.add(1)
+    other = world.add(slot, [one], address=wrong)
+    world.meet()
     missed = list[float]()
     end = time.monotonic() + 6.0
     while time.monotonic() < end:
@@ -183,10 +174,10 @@ def test_a_member_that_advertises_a_wrong_address_acts(tls: World, slot: int) ->
         ask_and_offer(giver, taker, f"late/{number}")
 
 
-def test_two_hidden_members_see_and_do_not_reach_each_other(tls: World) -> None:
-    middle = tls.add(0)
-    one, other = (tls.add(slot, [middle], listens=False) for slot in (1, 2))
-    tls.meet()
+def test_two_hidden_members_see_and_do_not_reach_each_other(world: World) -> None:
+    middle = world.add(0)
+    one, other = (world.add(slot, [middle], listens=False) for slot in (1, 2))
+    world.meet()
     one.publish(step=7)
     until(lambda: other.mesh.members()[one.me].get("step") == 7)
     assert one.mesh.reaches(middle.me)
@@ -211,10 +202,10 @@ def test_statuses_follow_each_other_and_leaving_is_seen(world: World) -> None:
     world.members.remove(hidden)
 
 
-def test_nobody_reads_memory_of_a_withdrawn_piece(tls: World) -> None:
-    one = tls.add(0)
-    other = tls.add(1, [one])
-    tls.meet()
+def test_nobody_reads_memory_of_a_withdrawn_piece(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
     for number in range(6):
         content = bytearray(os.urandom(2**25))
         original = bytes(content)
@@ -231,12 +222,12 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(tls: World) -> None:
         exchange(giver, taker, f"next/{number}")
 
 
-def test_pieces_that_the_inbox_drops_are_asked_for(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_the_inbox_drops_are_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when several rounds of large vectors begin there before they begin here."""
     monkeypatch.setattr(mesh, "_MOST_INBOX_BYTES", 2**18)
-    taker = tls.add(0)
-    giver = tls.add(1, [taker])  # acts: it was started later
-    tls.meet()
+    taker = world.add(0)
+    giver = world.add(1, [taker])  # acts: it was started later
+    world.meet()
     contents = {f"piece/{number}": os.urandom(2**16) for number in range(12)}
     for name, content in contents.items():
         giver.mesh.offer(name, content, to=taker.me)
@@ -248,11 +239,11 @@ def test_pieces_that_the_inbox_drops_are_asked_for(tls: World, monkeypatch: pyte
 
 @pytest.mark.parametrize("giver_acts", [True, False])
 def test_a_piece_offered_while_its_taker_is_away_comes_later(
-    giver_acts: bool, tls: World, monkeypatch: pytest.MonkeyPatch
+    giver_acts: bool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tls.add(0)
-    second = tls.add(1, [first])
-    tls.meet()
+    first = world.add(0)
+    second = world.add(1, [first])
+    world.meet()
     giver, taker = (second, first) if giver_acts else (first, second)
     fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
     with monkeypatch.context() as away:
@@ -261,13 +252,13 @@ def test_a_piece_offered_while_its_taker_is_away_comes_later(
     assert taker.mesh.result(fetch, mesh.Patience(taker.mesh, giver.me)) == b"content"
 
 
-def test_a_piece_on_its_way_is_not_brought_twice(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_on_its_way_is_not_brought_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than its taker waits until it asks."""
     monkeypatch.setattr(mesh, "EARLY_SECONDS", 0.0)
     monkeypatch.setattr(https_server, "CHUNK_BYTES", 2**14)
-    taker = tls.add(0)
-    giver = tls.add(1, [taker])
-    tls.meet()
+    taker = world.add(0)
+    giver = world.add(1, [taker])
+    world.meet()
     real, sizes = https_server.send_chunk, list[int]()
 
     async def slow(chunk: bytes, write: Any) -> None:
@@ -322,12 +313,12 @@ def folder(keys: Keys, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_killed_member_is_absent_long_before_the_lease(
-    tls: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that had links to it, and has left, does not keep it there."""
-    one = tls.add(0)
-    other = tls.add(1, [one])
-    leaves = tls.add(3, [one])
+    one = world.add(0)
+    other = world.add(1, [one])
+    leaves = world.add(3, [one])
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
     with process(folder, 2, one, listens) as killed:
         until(lambda: one.sees(other, leaves, killed.member) and other.sees(one, leaves, killed.member))
@@ -335,7 +326,7 @@ def test_a_killed_member_is_absent_long_before_the_lease(
             lambda: all(killed.member in someone.carrier._links.peers[3].linked for someone in (one, other))
         )
         until(lambda: all(someone.carrier._links.peers[2].link for someone in (one, other)))
-        tls.members.remove(leaves)
+        world.members.remove(leaves)
         leaves.close()
         killed.kill()
         for someone in (one, other):
@@ -345,11 +336,11 @@ def test_a_killed_member_is_absent_long_before_the_lease(
 
 
 def test_a_peer_killed_during_a_transfer_leaves_no_noise(
-    tls: World, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = tls.add(0)
+    first = world.add(0)
     with process(folder, 2, first) as killed:
-        one = tls.add(1, [first])  # so it brings pieces
+        one = world.add(1, [first])  # so it brings pieces
         until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
         for number in range(8):
             one.mesh.offer(f"piece/{number}", bytes(2**25), to=killed.member)
@@ -362,10 +353,10 @@ def test_a_peer_killed_during_a_transfer_leaves_no_noise(
     assert one.carrier.failure is None
 
 
-def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """asyncio writes a line of its own to stderr for each write to a connection that is lost."""
-    one = tls.add(0)
-    rogue = Rogue(tls, 3)
+    one = world.add(0)
+    rogue = Rogue(world, 3)
     rogue.introduce(one)
     one.mesh.offer("large", bytes(2**25))
     for path in (f"{one.me}/{rogue.me}/large", "status"):
@@ -382,11 +373,11 @@ def test_writes_end_when_a_connection_is_cut(tls: World, caplog: pytest.LogCaptu
 
 
 def test_a_stopped_member_is_absent_after_the_lease_and_back(
-    tls: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 6.0)
-    one = tls.add(0)
-    other = tls.add(1, [one])
+    one = world.add(0)
+    other = world.add(1, [one])
     with process(folder, 2, one) as stopped:
         until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
         stopped.send_signal(signal.SIGSTOP)
@@ -408,38 +399,38 @@ def replaced(folder: Path, one: Someone, slot: int) -> Iterator[Member]:
         yield first.member
 
 
-def test_a_restarted_member_replaces_the_earlier_process(tls: World, folder: Path) -> None:
-    one = tls.add(0)
+def test_a_restarted_member_replaces_the_earlier_process(world: World, folder: Path) -> None:
+    one = world.add(0)
     with replaced(folder, one, 2) as first:
         assert first not in one.mesh.known()
         with pytest.raises(StalledError):
             one.mesh.fetch(first, "piece", LONG)
 
 
-def test_another_slot_at_a_known_address_is_not_taken_for_it(tls: World, folder: Path) -> None:
-    one = tls.add(0)
+def test_another_slot_at_a_known_address_is_not_taken_for_it(world: World, folder: Path) -> None:
+    one = world.add(0)
     with replaced(folder, one, 3) as first:
         assert first not in one.mesh.members()
 
 
 def test_hidden_members_stay_known_while_statuses_change_quickly(
-    tls: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who sees whom is told in its turn, whatever else is told meanwhile."""
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 3.0)
     monkeypatch.setattr(https_links, "PULSE_SECONDS", 0.5)
-    one = tls.add(0)
-    hidden = [tls.add(slot, [one], listens=False) for slot in (1, 2)]
-    tls.meet()
+    one = world.add(0)
+    hidden = [world.add(slot, [one], listens=False) for slot in (1, 2)]
+    world.meet()
     for number in range(60):
         one.publish(number=number)
         time.sleep(0.1)
         assert hidden[0].sees(one, hidden[1])
 
 
-def test_an_absent_member_has_no_wishes(tls: World, folder: Path) -> None:
+def test_an_absent_member_has_no_wishes(world: World, folder: Path) -> None:
     """Nor is a piece brought to it for ever."""
-    one = tls.add(0)
+    one = world.add(0)
     with process(folder, 2, one) as other:
         until(lambda: one.sees(other.member) and one.carrier._links.peers[2].link)
         link = one.carrier._links.peers[2].link
@@ -452,11 +443,11 @@ def test_an_absent_member_has_no_wishes(tls: World, folder: Path) -> None:
     until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
 
 
-def test_a_suspended_process_loses_nobody(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_process_loses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 5.0)
-    one = tls.add(0)
-    other = tls.add(1, [one])
-    tls.meet()
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
     missed = list[int]()
     one.carrier._soon(time.sleep, 7)
     end = time.monotonic() + 9
@@ -466,15 +457,15 @@ def test_a_suspended_process_loses_nobody(tls: World, monkeypatch: pytest.Monkey
     assert not missed
 
 
-def test_after_30_restarts_of_a_peer_nothing_is_left(tls: World) -> None:
+def test_after_30_restarts_of_a_peer_nothing_is_left(world: World) -> None:
     def counts() -> tuple[int, int, int]:
         tasks = sum(not task.done() for task in one.carrier._tasks)
         return len(os.listdir("/proc/self/fd")), threading.active_count(), tasks
 
-    one = tls.add(0)
+    one = world.add(0)
     before: tuple[int, int, int] | None = None
     for number in range(30):
-        peer = tls.add(1, [one], listens=number % 3 > 0)
+        peer = world.add(1, [one], listens=number % 3 > 0)
         until(lambda peer=peer: one.sees(peer) and peer.sees(one))  # type: ignore[misc]
         exchange(one, peer, "piece", 2**17)
         exchange(peer, one, "piece", 2**17)
@@ -482,7 +473,7 @@ def test_after_30_restarts_of_a_peer_nothing_is_left(tls: World) -> None:
             peer.close()
         else:
             peer.mesh.close()  # without a word
-        tls.members.remove(peer)
+        world.members.remove(peer)
         until(lambda: one.sees())
         if before is None:
             before = counts()
@@ -527,34 +518,36 @@ def test_jobs_of_other_runs_say_in_what_they_differ(world: World) -> None:
     assert other.sees()
 
 
-def test_a_process_with_another_key_is_refused_with_a_line(
-    tls: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_without_the_key_is_refused_with_a_line(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_noloco.federation.https_client.PATIENCE_SECONDS", 0.5)
-    one = tls.add(0)
+    one = world.add(0)
     stranger = Someone(Keys.make(tmp_path / "other").identity(1), 1, [one.address])
-    plain = Someone(None, 2, [one.address])
+    host, port = one.address.split(":")
+    with socket.create_connection((host, int(port))) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: one.lines)
+    assert one.lines == [
+        "refused a connection from 127.0.0.1: it shows no certificate of this federation, or is of "
+        "megatron_noloco 0.4 or earlier"
+    ]
     try:
-        until(lambda: one.lines and stranger.lines and plain.lines)
-        assert one.lines == [
-            "refused a connection from 127.0.0.1: it has another key, or is of megatron_noloco 0.4 or earlier"
+        until(lambda: stranger.lines)
+        assert stranger.lines == [
+            f"federation.rendezvous: the process at {one.address} has another key, or is of megatron_noloco 0.4 "
+            "or earlier; does a job listen there, and is the port open?"
         ]
-        for someone, what in ((stranger, "has another key"), (plain, "expects encryption")):
-            assert someone.lines == [
-                f"federation.rendezvous: the process at {one.address} {what}, or is of megatron_noloco 0.4 or "
-                "earlier; does a job listen there, and is the port open?"
-            ]
         assert one.sees()
     finally:
         stranger.close()
-        plain.close()
 
 
-def test_why_nobody_answers_is_said_once(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_nobody_answers_is_said_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.federation.https_client.PATIENCE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         seed = f"127.0.0.1:{closed.getsockname()[1]}"
-    alone = Someone(tls.identity(0), 0, [seed, "no-such-host.invalid:1"])
+    alone = Someone(world.identity(0), 0, [seed, "no-such-host.invalid:1"])
     try:
         until(lambda: any(seed in line and "its name is unknown" in line for line in alone.lines))
         assert any(f"nobody answers at {seed}: Connection refused" in line for line in alone.lines)
@@ -606,8 +599,6 @@ class Rogue:
     def connect(self, victim: Someone) -> socket.socket:
         host, port = victim.address.split(":")
         opened = socket.create_connection((host, int(port)), 10)
-        if self.identity is None:
-            return opened
         return self.identity.client.wrap_socket(opened, server_hostname=host_name(victim.me.slot))
 
     def request(self, victim: Someone, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
@@ -681,13 +672,12 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
     assert b"410" in rogue.introduce(one)
     assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
     assert b"410" in rogue.request(one, "GET", f"{one.me}/{rogue.me}/name")
-    if world.keys is not None:
-        rogue.me = other.me
-        assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
-        assert b"403" in rogue.introduce(one)
-        liar = Rogue(world, 4)
-        liar.statuses = later.statuses
-        assert b"400" in liar.introduce(one)
+    rogue.me = other.me
+    assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
+    assert b"403" in rogue.introduce(one)
+    liar = Rogue(world, 4)
+    liar.statuses = later.statuses
+    assert b"400" in liar.introduce(one)
 
 
 @pytest.mark.parametrize(
@@ -741,9 +731,9 @@ def test_names_of_pieces_are_printable(name: Any) -> None:
     assert not is_name(name)
 
 
-def test_who_was_a_member_is_none_when_its_certificate_has_ended(tls: World) -> None:
-    one = tls.add(0)
-    rogue = Rogue(tls, 3)
+def test_who_was_a_member_is_none_when_its_certificate_has_ended(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
     rogue.introduce(one)
     until(lambda: rogue.me in one.mesh.known())
     peer = one.carrier._links.peers[3]
@@ -772,12 +762,12 @@ def test_garbage_ends_one_connection_only(world: World) -> None:
     exchange(peer, one, "piece")
 
 
-def test_floods_of_wishes_and_connections_are_limited(tls: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floods_of_wishes_and_connections_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(https_server, "_MOST_OF_A_SLOT", 40)
-    one = tls.add(0)
-    other = tls.add(1, [one])
-    tls.meet()
-    rogue = Rogue(tls, 3)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    rogue = Rogue(world, 3)
     rogue.introduce(one)
     opened = [rogue.connect(one) for _ in range(80)]
     for number, connection in enumerate(opened):
@@ -805,17 +795,9 @@ def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest
     for connection in opened:
         connection.sendall(rogue.head("GET", f"{one.me}/{rogue.me}/large"))
     assert other.mesh.fetch(one.me, "large", LONG) == bytes(2**25)
-    until(
-        lambda: (
-            not any(connection.slot == 3 for connection in one.carrier._server.connections if tls_of(world))
-        )
-    )
+    until(lambda: not any(connection.slot == 3 for connection in one.carrier._server.connections))
     for connection in opened:
         connection.close()
-
-
-def tls_of(world: World) -> bool:
-    return world.keys is not None
 
 
 # Visitors

@@ -133,7 +133,7 @@ def test_the_later_process_of_a_slot_wins() -> None:
     with pytest.raises(UserError, match="another process of replica 0 has begun"):
         earlier.check()
     later.check()
-    assert other.peers()[0].incarnation == 2
+    assert other.peers()[0].member == Member(0, 2)
 
 
 def test_two_hidden_members_see_and_do_not_reach_each_other() -> None:

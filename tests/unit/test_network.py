@@ -32,10 +32,11 @@ from megatron_noloco.federation.store import Store
 from megatron_noloco.job.world import _address_towards, reachable_address
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-from tests.harness import free_port, until
+from tests.harness import federation_keys, free_port, key_file, until
 
 RUN = 77
 LOCAL = "127.0.0.1:0"
+KEYS = federation_keys()
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def through(path: Path, listen: str | None = LOCAL) -> Network:
     """Return the network of a job that meets others in a folder."""
-    return Network(RUN, {}, folder=Store.of(f"file://{path}"), listen=listen)
+    return Network(RUN, {}, KEYS, folder=Store.of(f"file://{path}"), listen=listen)
 
 
 @contextmanager
@@ -171,11 +172,11 @@ def test_a_name_that_is_too_long_for_python_is_no_fault(monkeypatch: pytest.Monk
 
 def test_a_job_announces_where_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.job.world._address_towards", {"first": "10.77.0.2"}.get)
-    network = Network(RUN, {}, ["first:29600"])
+    network = Network(RUN, {}, KEYS, ["first:29600"])
     for place, host in (("*", "10.77.0.2"), ("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")):
         with listening(place, 0) as listener:
             assert network._addresses(listener) == [f"{host}:{listener.getsockname()[1]}"]
-            advertised = Network(RUN, {}, ["first:29600"], advertise="example.org:5")
+            advertised = Network(RUN, {}, KEYS, ["first:29600"], advertise="example.org:5")
             assert advertised._addresses(listener) == ["example.org:5"]
     assert network._addresses(None) == []
 
@@ -191,7 +192,9 @@ def test_a_host_without_a_route_is_known_by_its_name(
     monkeypatch.setattr(module, "_FIRST_SECONDS", 0.0)
     monkeypatch.setattr(module, "reachable_address", lambda hosts: name)
     for advertise in (None, f"{name}:{port}"):
-        network = Network(RUN, {}, ["127.0.0.1:1"], listen=f"*:{port}", advertise=advertise)
+        network = Network(
+            RUN, {}, federation_keys(), ["127.0.0.1:1"], listen=f"*:{port}", advertise=advertise
+        )
         with replicas(network) as (own,):
             assert own.status.addresses == [f"{name}:{port}"]
     (line,) = capfd.readouterr().err.splitlines()
@@ -216,7 +219,7 @@ def test_a_port_that_is_taken_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
             f"federation.listen: cannot listen at tcp://{place}: Address already in use; end the process that"
         )
         with pytest.raises(UserError, match=f"^{re.escape(line)}[^\n]*$"):
-            Network(RUN, {}, listen=place).open(0)
+            Network(RUN, {}, KEYS, listen=place).open(0)
 
 
 def test_port_held_by_this_process_is_refused(tmp_path: Path) -> None:
@@ -251,7 +254,9 @@ def test_a_folder_that_cannot_be_used_leaves_nothing() -> None:
 def test_a_folder_that_may_not_be_written_is_one_line(
     listen: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = FederationSettings(rendezvous=f"file://{tmp_path}/run", encryption="none", listen=listen)
+    settings = FederationSettings(
+        rendezvous=f"file://{tmp_path}/run", key_file=key_file(tmp_path), listen=listen
+    )
     monkeypatch.setattr(os, "makedirs", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(UserError, match=f"cannot write in {tmp_path}/run.*: {os.strerror(number)}"):
         join_federation(settings, NolocoSettings(local_steps=1), Place(0, None), RunIdentity({}))
@@ -276,7 +281,15 @@ def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -
 def test_seeds_and_advertised_addresses_may_be_ipv6(listen: str) -> None:
     ports = free_port(), free_port()
     networks = [
-        Network(RUN, {}, [f"[::1]:{ports[0]}"], None, listen.format(port), advertise=f"[::1]:{port}")
+        Network(
+            RUN,
+            {},
+            federation_keys(),
+            [f"[::1]:{ports[0]}"],
+            None,
+            listen.format(port),
+            advertise=f"[::1]:{port}",
+        )
         for port in ports
     ]
     with replicas(*networks) as (one, other):
@@ -288,8 +301,8 @@ def test_one_seed_that_answers_is_enough(capfd: pytest.CaptureFixture[str]) -> N
     """The own address among the seeds, under several names, is no other job."""
     port = free_port()
     own = [f"{host}:{port}" for host in ("127.0.0.1", "localhost", "[::1]", socket.gethostname())]
-    first = Network(RUN, {}, own, listen=f"*:{port}", advertise=f"localhost:{port}")
-    second = Network(RUN, {}, [f"127.0.0.1:{free_port()}", own[0]], listen=LOCAL)
+    first = Network(RUN, {}, KEYS, own, listen=f"*:{port}", advertise=f"localhost:{port}")
+    second = Network(RUN, {}, KEYS, [f"127.0.0.1:{free_port()}", own[0]], listen=LOCAL)
     with replicas(first) as (one,):
         assert one.peers() == {}
         with closing(second.open(1)) as other:
@@ -325,7 +338,10 @@ def test_a_restart_whose_clock_is_behind_is_the_later(
         stays, place = through(tmp_path), f"127.0.0.1:{free_port()}"
         comes = stays
         if way == "address":
-            stays, comes = Network(RUN, {}, listen=place), Network(RUN, {}, [place], listen=LOCAL)
+            stays, comes = (
+                Network(RUN, {}, KEYS, listen=place),
+                Network(RUN, {}, KEYS, [place], listen=LOCAL),
+            )
         other = ends.enter_context(closing(stays.open(1)))
         earlier = comes.open(0)
         until(lambda: 0 in other.present())

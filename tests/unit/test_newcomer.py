@@ -241,12 +241,11 @@ def test_who_was_invited_cannot_invite(
     )
 
 
-@pytest.mark.parametrize("federation", [{"encryption": "none", "key_file": None}, {"key_file": None}])
 def test_a_federation_without_a_key_has_no_invitations(
-    tmp_path: Path, federation: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = raw()
-    content["federation"] |= federation
+    content["federation"] |= {"key_file": None}
     path = write_config(tmp_path, content)
     assert main(["invite", str(path)]) == 2
     assert "key" in capsys.readouterr().err
@@ -439,7 +438,7 @@ OWN_OF_BLOCK = {
     "checkpoint": "async_save keep_last load",
     "data": "cache data_path sft_data_path text tokenizer_model train_data_path valid_data_path",
     "evaluation": "mean_model",
-    "federation": "advertise encryption key_file leave_seconds listen rendezvous site",
+    "federation": "advertise key_file leave_seconds listen rendezvous site",
     "noloco": "enabled most_waiting routing sites transport",
     "parallel": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split data_parallel_size "
     "expert_model_parallel_size num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "

@@ -130,7 +130,7 @@ def test_federation_leader_sends_all_weights() -> None:
     for stages in (1, 2):
         run = config(
             parallel={"pipeline_model_parallel_size": stages},
-            federation={"rendezvous": "file:///x", "encryption": "none"},
+            federation={"rendezvous": "file:///x", "key_file": "key"},
             noloco__routing="off",
         )
         topology = run.topology(run.parallel.replica_size)
@@ -330,7 +330,7 @@ def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
 @pytest.mark.parametrize("payload", ["fp32", "int8"])
 def test_a_device_that_keeps_slow_weights_keeps_c_as_well(payload: str) -> None:
     """The snapshot lies beside slow weights and momentum. Codes are made where the combined vector lies."""
-    apart = {"federation": {"rendezvous": "file:///x", "encryption": "none"}}
+    apart = {"federation": {"rendezvous": "file:///x", "key_file": "key"}}
     found = []
     for changes in ({}, {"noloco__slow_weights": "device"}, {"noloco__slow_weights": "device", **apart}):
         method = {"noloco__overlap_steps": 1, "noloco__payload": payload, "noloco__routing": "off"}

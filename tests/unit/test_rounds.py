@@ -353,7 +353,7 @@ def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_a_late_word_before_a_leave_moves_weights_as_a_round_does(nesterov: bool) -> None:
+def test_a_late_word_before_a_leave_moves_weights_as_a_round(nesterov: bool) -> None:
     """A mean that comes apart from its round leaves slow weights and momentum where one that comes in it does."""
     settings = NolocoSettings(**PAPER | {"local_steps": 1, "outer_nesterov": nesterov})
     change, found = noise(LENGTH, seed=1), list[list[Tensor]]()

@@ -18,16 +18,19 @@ looking like growth.
 
 import argparse
 import random
+import tempfile
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
 import torch
 
 from megatron_noloco.federation.https_carrier import HttpsCarrier
+from megatron_noloco.federation.keys import Keys
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.settings import NolocoSettings
 from tools.federated import DEADLINE_SECONDS, open_replica, outer_of, wait_for_all
@@ -59,6 +62,8 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        with tempfile.TemporaryDirectory() as folder:
+            self.keys = Keys.make(Path(folder) / "key")
         self.places = [f"127.0.0.1:{port}" for port in free_ports(_REPLICAS)]
         self.draws = random.Random(_SEED)
         self.rounds = self.restarts = self.absences = self.drops = 0
@@ -123,14 +128,14 @@ class Soak:
         self.drops += bool(broken)
 
     def _start(self, place: int, number: int) -> "Replica":
-        return Replica(place, self.places, self.options.elements, number)
+        return Replica(place, self.places, self.options.elements, number, self.keys)
 
 
 class Replica:
     """A replica that begins with the round `number`."""
 
-    def __init__(self, slot: int, places: list[str], elements: int, number: int) -> None:
-        self.members = open_replica(slot, places[slot], places if number else places[:slot])
+    def __init__(self, slot: int, places: list[str], elements: int, number: int, keys: Keys) -> None:
+        self.members = open_replica(slot, places[slot], places if number else places[:slot], keys)
         self.leave_out(number - 1)
         settings = NolocoSettings(local_steps=1, payload="fp32", deadline_seconds=DEADLINE_SECONDS)
         self._outer = outer_of(self.members, TorchWeights([torch.ones(elements)]), settings)

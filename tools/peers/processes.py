@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.federation.keys import Keys
 from tests.netlab.lab import NIC, REPOSITORY, Lab
 from tests.netlab.relay import address_of
 from tools.peers.replica import Work
@@ -58,6 +59,7 @@ class Replicas:
         folder.mkdir(parents=True)
         self.folder, self.way, self.replicas, self.work = folder.resolve(), way, replicas, work
         self._there, self._quorum = there, quorum or replicas
+        Keys.make(folder / "key")
         self._environment = Environment(self.folder.parents[1] / "environment") if way == "torchft" else None
         hosts = [address_of(replica) for replica in range(replicas)] if there else ["127.0.0.1"] * replicas
         ports = [_PORT] * replicas if there else list(free_ports(replicas))

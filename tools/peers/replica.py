@@ -159,7 +159,7 @@ def under_this(
         federation = FederationSettings(
             rendezvous="tcp://" + ",".join(addresses),
             listen=f"tcp://{addresses[replica]}",
-            encryption="none",  # torchft's messages are not encrypted either
+            key_file=str(options.output / "key"),
             skip_local_steps=False,
             start_with=len(addresses),
         )

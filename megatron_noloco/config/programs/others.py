@@ -33,6 +33,7 @@ _MEANINGLESS = {
         hidden_act activation_func gated_linear_unit use_bias attention_bias mlp_bias add_bias_linear
     """,
     "model.untie_embeddings_and_output_weights says the opposite": "tie_word_embeddings",
+    "all jobs show certificates of federation.key_file; leave it out": "federation.encryption",
     "set data.text, or see docs/data.md": "data.path data.file data.files dataset",
 }
 _NO_EQUAL = {
