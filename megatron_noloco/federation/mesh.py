@@ -388,6 +388,7 @@ class Mesh:
 
         Args:
             is_sent: whether the giver sends it. What is lost, or was dropped here before, is then asked for.
+            is_large: whether it may wait for other large pieces of the giver.
         """
         fetch = Fetch(giver, name, self.clock() + EARLY_SECONDS * is_sent, is_large)
         with self._changed:
@@ -461,14 +462,13 @@ class Mesh:
         patience: Patience,
         is_sent: bool = False,
         why_not: Callable[[], str] = lambda: "",
-        is_large: Callable[[str], bool] = lambda name: True,
     ) -> Iterator[Blob]:
-        """Yield pieces in order, of which so many are asked for at a time. Raises as `result`."""
+        """Yield large pieces in order, of which so many are asked for at a time. Raises as `result`."""
         left, under_way = iter(names), deque[Fetch]()
 
         def fill() -> None:
             under_way.extend(
-                self.begin(giver, name, is_sent, is_large(name))
+                self.begin(giver, name, is_sent, is_large=True)
                 for name in itertools.islice(left, window - len(under_way))
             )
 

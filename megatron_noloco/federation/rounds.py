@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.members import NO_PART, STOPPED, WORD_SECONDS
-from megatron_noloco.federation.mesh import Blob, LostError, Member, Mesh, Patience, RefusedError
+from megatron_noloco.federation.mesh import Blob, Fetch, LostError, Member, Mesh, Patience, RefusedError
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
@@ -394,7 +394,8 @@ class _Round:
 
         Both sides send in one order: phase 0 of bucket t, phase 1 of bucket t - ahead, and so on. What a phase
         needs of the partner was sent `ahead` buckets before, so a slow link is full after one round trip. Whatever
-        a side waits for comes earlier in this order, so no two sides wait for each other.
+        a side waits for comes earlier in this order, so no two sides wait for each other. The pieces of a phase
+        are equally long; empty ones are not sent.
 
         Raises LostError, UnequalError.
         """
@@ -403,11 +404,19 @@ class _Round:
             len(buckets), max(_LEAST_AHEAD, _UNDER_WAY_BYTES // (4 * max(map(len, buckets), default=1)))
         )
         running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
-        squared_norm = 0.0
+        fetches: dict[tuple[int, int], Fetch] = {}
+        large_phase, squared_norm = self._coding.large_phase, 0.0
 
         def offer(at: int, phase: int, content: Blob) -> None:
+            if not len(content):
+                return
             self.report.bytes_sent += len(content)
             mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
+            for expected in range(phase, max(phase, large_phase) + 1):
+                if (at, expected) not in fetches:
+                    fetches[at, expected] = mesh.begin(
+                        self._partner, f"{name}b/{at}/{expected}", True, expected == large_phase
+                    )
 
         def start(at: int) -> None:
             nonlocal squared_norm
@@ -419,28 +428,29 @@ class _Round:
                 running[at] = phases, mean, report
                 offer(at, 0, next(phases))
 
-        order = list(_order(len(buckets), self._coding.phases, ahead))
-        for at in range(ahead):
-            start(at)
-        window = ahead * self._coding.phases
-        names = (f"{name}b/{at}/{phase}" for at, phase in order)
-        large = f"/{self._coding.large_phase}"
-        pieces = mesh.fetch_all(
-            self._partner, names, window, patience, True, why_not, lambda piece: piece.endswith(large)
-        )
-        for (at, phase), piece in zip(order, pieces, strict=True):
-            self._began = min(self._began, mesh.clock())
-            phases, mean, report = running[at]
-            try:
-                offer(at, phase + 1, phases.send(piece))
-            except StopIteration:
-                del running[at]
-                self.report.add(report)
-                transfer.hand_out(at, mean)
-            if phase == 0:
-                start(at + ahead)
-                for sent in range(self._coding.phases):  # the partner had it when it sent this piece
-                    mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
+        try:
+            for at in range(ahead):
+                start(at)
+            for at, phase in _order(len(buckets), self._coding.phases, ahead):
+                piece: Blob = b""
+                if (fetch := fetches.pop((at, phase), None)) is not None:
+                    piece = mesh.result(fetch, patience, why_not)
+                    self._began = min(self._began, mesh.clock())
+                phases, mean, report = running[at]
+                try:
+                    offer(at, phase + 1, phases.send(piece))
+                except StopIteration:
+                    del running[at]
+                    self.report.add(report)
+                    transfer.hand_out(at, mean)
+                if phase == 0:
+                    start(at + ahead)
+                if phase == 0 and fetch is not None:
+                    for sent in range(self._coding.phases):  # the partner had it when it sent this piece
+                        mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
+        finally:
+            for left in fetches.values():
+                mesh.cancel(left)
         return squared_norm
 
     def _say(self, name: str, counts: bool, error: Exception | None) -> None:
