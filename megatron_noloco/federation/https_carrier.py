@@ -40,9 +40,8 @@ from megatron_noloco.federation.https_client import (
     Seeds,
     first_status,
     lines_of,
-    pauses,
 )
-from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer, pauses
 from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
 from megatron_noloco.federation.mesh import (
     MOST_WISHES,

@@ -7,7 +7,7 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from itertools import count
 from typing import Any
@@ -43,7 +43,6 @@ _CLOSE_SECONDS = 0.5
 # To a member, by their use; 0: as many as are needed.
 _MOST_CONNECTIONS = {"send large": 4, "fetch large": 4, "fetch": 0, "small": 0}
 _LOOK_SECONDS, _SELDOM = 1.0, 10
-_FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0
 _MOST_NAMED = 3
 
 
@@ -224,14 +223,6 @@ def first_status(line: Mapping[str, Any], me: Member) -> SignedStatus:
     if signed.member == me:
         raise OwnAddressError
     return signed
-
-
-def pauses() -> Iterator[float]:
-    """Yield the seconds before each next try."""
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LAST_PAUSE)
 
 
 def difference(statuses: Statuses, own: Mapping[str, str], name: str, digests: Any) -> str:

@@ -36,10 +36,18 @@ LEASE_SECONDS = 10.0  # without a line, after which a link has ended
 PULSE_SECONDS = 2.0
 _GRACE_SECONDS = 1.2  # for a link to be opened again by a member that is hidden, or seems to have ended
 _TURN_SECONDS = 3.0  # for a member that was started later to open the link
-_FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries to open a link
-RARE_SECONDS = 30.0  # likewise, to a member that was absent for longer than
+_FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries
+RARE_SECONDS = 30.0  # between two tries to open a link to a member that was absent for longer than
 _LONG_SECONDS = 300.0
 _LEAST_SECONDS = 1.0  # between two links
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds before each next try."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LAST_PAUSE)
 
 
 class Link:
@@ -99,7 +107,7 @@ class Peer:
         seed: an address of the rendezvous at which it has answered.
         dialling: the task that opens a link, or holds it.
         dial_at: when to open a link.
-        tries: to open a link, since the last one.
+        tries, pauses: to open a link, since the last one.
     """
 
     def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
@@ -110,7 +118,7 @@ class Peer:
         self.linked = set[Member]()
         self.address = self.seed = ""
         self.dialling: asyncio.Task[None] | None = None
-        self.dial_at, self.tries = dial_at, 0
+        self.dial_at, self.tries, self.pauses = dial_at, 0, pauses()
         self.update(signed)
 
     def update(self, signed: SignedStatus) -> None:
@@ -142,8 +150,7 @@ class Peer:
     def put_off(self) -> float:
         """Return the seconds until the next try to open a link: none until all addresses were tried."""
         self.tries += 1
-        turns, rest = divmod(self.tries, max(1, len(self.addresses)))
-        seconds = 0.0 if rest else min(_FIRST_PAUSE * 2.0 ** min(turns - 1, 10), _LAST_PAUSE)
+        seconds = 0.0 if self.tries % max(1, len(self.addresses)) else next(self.pauses)
         if time.monotonic() - self.unlinked > _LONG_SECONDS:
             seconds = RARE_SECONDS
         self.dial_at = time.monotonic() + seconds * random.uniform(0.8, 1.2)
@@ -226,7 +233,7 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        peer.acts, peer.tries = link.is_own, 0
+        peer.acts, peer.tries, peer.pauses = link.is_own, 0, pauses()
         link.others.update(self.peers)
         link.wake.set()
         return True

@@ -572,6 +572,27 @@ def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
     exchange(one, newcomer, "piece")
 
 
+def test_a_hidden_member_dials_again_after_failures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.add(0)
+    hidden = world.add(1, [one], listens=False)
+    world.meet()
+    hold, failures = HttpsCarrier._hold, [TimeoutError(), ConnectionRefusedError(), ConnectionResetError()]
+
+    async def fails(carrier: HttpsCarrier, *arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await hold(carrier, *arguments)
+
+    monkeypatch.setattr(HttpsCarrier, "_hold", fails)
+    link = hidden.carrier._links.peers[0].link
+    assert link is not None
+    hidden.carrier._soon(link.end)
+    until(lambda: not failures)
+    world.meet()
+    exchange(one, hidden, "piece")
+    exchange(hidden, one, "piece")
+
+
 def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
     async def body() -> None:
         text = json.dumps({"addresses": ["127.0.0.1:1"]})
