@@ -61,14 +61,18 @@ class Corpus:
         check_outside(outputs, Path(self.source.path), self.source.option)
         if find_entry(folder, self.recipe.digest) is None:
             counts = Counts(lambda _: None)
-            if next(self._files(counts), None) is None:
+            there = (item for item in self.inputs if item.bytes)  # a text would be read to its end
+            readable = self._files(counts) if self._of_records else there
+            if next(readable, None) is None:
                 raise self._empty(counts)
             check_writable(folder, "data.cache")
 
     def check_first(self) -> None:
-        """Read and encode the first rows, unless the dataset is there; raises UserError where that fails."""
+        """Read and encode the first rows, unless the dataset is there; raises UserError if there are none."""
         if find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
-            next(iter(self._sequences(Counts(lambda _: None))), None)
+            counts = Counts(lambda _: None)
+            if next(self._sequences(counts), None) is None:
+                raise self._empty(counts)
 
     def _files(self, counts: Counts) -> Iterator[Input]:
         """Yield the files that hold documents or records; counts the others."""

@@ -79,7 +79,7 @@ def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> tuple[
     if item.kind == "text" and first_object(path) is not None:
         advice = "holds lines of JSON; give it a name that ends with .jsonl"
         return "file{} of JSON lines whose names do not end with .jsonl", advice
-    if found and path.suffix == ".json" and not {*keys} & (first_object(path) or {}).keys():
+    if found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
         return f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}", ""
     return "", ""
 

@@ -239,7 +239,7 @@ def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
 def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "below").mkdir(parents=True)
     (tmp_path / "in" / ".hidden").write_text("hidden")
-    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}
+    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.JSON.gz": gzip.compress(b"[]"), "d": b"\xff"}
     files |= {
         "e.csv": b"a,b",
         "f.jsonl": LFS_POINTER,
@@ -251,7 +251,7 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
         "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file of "
-        "JSON whose first line is no object with text (c.json), 1 file not in UTF-8 (d), 1 file of CSV or TSV, "
+        "JSON whose first line is no object with text (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, "
         "write the rows as JSON lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files "
         "(f.jsonl), 1 file of JSON lines whose names do not end with .jsonl (g.txt)"
     )
