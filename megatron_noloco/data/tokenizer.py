@@ -97,15 +97,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path, max_length: int) -> None:
         """Write this tokenizer in Hugging Face's format."""
-        from transformers import PreTrainedTokenizerFast
-
-        PreTrainedTokenizerFast(
-            tokenizer_object=self.backend,
-            eos_token=END_OF_DOCUMENT,
-            model_max_length=max_length,
-            model_input_names=["input_ids", "attention_mask"],
-            clean_up_tokenization_spaces=False,
-        ).save_pretrained(folder)
+        _save(folder, self.backend, eos_token=END_OF_DOCUMENT, model_max_length=max_length)
 
     def copy_to(self, folder: Path) -> None:
         pass
@@ -220,24 +212,29 @@ def _keep(folder: Path, prefix: Path, _: Advance) -> dict[str, Any]:
             f"tokenizer_model {folder}: {type(theirs).__name__} of transformers has no fast tokenizer; give a "
             "folder with a tokenizer.json"
         )
-    from transformers import PreTrainedTokenizerFast
-
     backend.no_truncation()
     backend.no_padding()
     random = {name: value for name in _RANDOM if (value := getattr(backend.model, name, None))}
     for name in random:
         setattr(backend.model, name, None)
-    # Of this class, which takes tokenizer.json as it is; others may build rules of their own from its vocabulary.
-    plain: Any = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=theirs.chat_template,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        **theirs.special_tokens_map,
-    )
-    plain.save_pretrained(kept)
+    _save(kept, backend, chat_template=theirs.chat_template, **theirs.special_tokens_map)
     write_text(kept / KEPT_MARK, ", ".join(f"{name} {value:g}" for name, value in random.items()))
     return {}
+
+
+def _save(folder: Path, backend: Any, **others: Any) -> None:
+    """Write a tokenizer of `tokenizers` in Hugging Face's format, of a class that takes tokenizer.json as it is.
+
+    Other classes may build rules of their own from its vocabulary.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **others,
+    ).save_pretrained(folder)
 
 
 def check_exported(folder: Path) -> str:

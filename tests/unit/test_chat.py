@@ -75,7 +75,6 @@ def test_published_templates_train_or_say_why_not(tmp_path: Path) -> None:
             template = template_of(tmp_path / file.stem, file.read_text())
             tools = TOOLS if template.reads("tools", TOOLS) else None
             for name, messages in CONVERSATIONS.items():
-                template.checked_roles.clear()
                 try:
                     found, _ = answers_of(
                         without_nulls(messages), tools if "tool" in name else None, template
@@ -147,6 +146,15 @@ def test_template_may_trim_and_write_tool_answers(tmp_path: Path) -> None:
     load(tmp_path, trimming, [{**ASKED, "content": " two\n"}, {**ANSWER, "content": "\n"}])
     (record,) = load(tmp_path, CALLS, called({"city": "Köln"}))
     assert '{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
+
+
+def test_texts_are_compared_in_every_conversation(tmp_path: Path) -> None:
+    small = TEMPLATE.replace("message['content']", "message['content'] | lower")
+    line = (
+        r'line 2: the chat template leaves out or changes the text of "content" in message 1 .role "user".;'
+    )
+    with pytest.raises(ValueError, match=line):
+        load(tmp_path, small, [ASKED, ANSWER], [{**ASKED, "content": "Two"}, ANSWER])
 
 
 @pytest.mark.parametrize("written", ["| tojson", "", "| string"])
