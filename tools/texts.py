@@ -16,7 +16,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_noloco.data.inputs import files_below, find_standard_library
+from megatron_noloco.data.inputs import files_below, find_inputs
+from megatron_noloco.data.sources import STANDARD_LIBRARY
 from tools.options import command_line
 
 MOST_BYTES, LONGEST = 6_000_000, 200_000  # of a kind, of a file
@@ -61,7 +62,7 @@ def characters() -> Texts:
 
 
 KINDS: dict[str, Callable[[], Texts]] = {
-    "python": lambda: files_of(lambda: [item.path for item in find_standard_library().files], ".py"),
+    "python": lambda: files_of(lambda: [item.path for item in find_inputs([STANDARD_LIBRARY], "")], ".py"),
     "headers": lambda: files_of(lambda: files_below(_PACKAGES / "torch" / "include"), ".h", ".cuh", ".hpp"),
     "documents": lambda: files_of(lambda: files_below(_PACKAGES), *_DOCUMENTS),
     "perl": lambda: files_of(lambda: files_below(Path("/usr/share/perl")), ".pm", ".pl", ".pod"),

@@ -24,7 +24,7 @@ from megatron_noloco.cli.options import (
     utf8,
 )
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import writing
+from megatron_noloco.files import write_text, writing
 
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
@@ -150,6 +150,7 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.sources import IndexedSource
     from megatron_noloco.federation.keys import Keys
     from megatron_noloco.huggingface.pretrained import import_folder
     from megatron_noloco.huggingface.whole_model import check_import
@@ -170,12 +171,13 @@ def _import(args: argparse.Namespace) -> int:
     federation = config.federation
     if args.config is None and federation.exists:
         config, _ = proposed(config, memory_of_gpus())
-    with writing(output, "--output"):
-        output.write_text(json.dumps(config.given(), indent=2) + "\n")
-        if args.rendezvous is not None and not (key := Path(str(federation.key_file))).exists():
+    if args.rendezvous is not None and not (key := Path(str(federation.key_file))).exists():
+        with writing(key, "federation.key_file"):
             Keys.make(key)
-            lines.append(f"{key}: the key of the run, which `invite` needs")
-    if config.data != template.data and config.data.text is None:
+        lines.append(f"{key}: the key of the run, which `invite` needs")
+    with writing(output, "--output"):
+        write_text(output, json.dumps(config.given(), indent=2) + "\n")
+    if config.data != template.data and isinstance(config.data.source, IndexedSource):
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
     say(*lines, f"{output}: starts from {args.folder}")
     if args.rendezvous is not None:
@@ -193,16 +195,17 @@ def _template(args: argparse.Namespace) -> "RunConfig":
     from megatron_noloco.huggingface.pretrained import config_to_continue, read_sizes
 
     sizes, output = read_sizes(Path(args.folder)), Path(args.output)
+    data = {name or "text": path for name, path in args.data}
     if args.config is not None:
         config = load_config(args.config, sizes)
-        if args.data:
-            config = config.replace(data=config.data.reading(dict(args.data)))
-    elif not args.data:
+        if data:
+            config = config.replace(data=config.data.reading(data))
+    elif not data:
         raise UserError(
             "import: --data is missing: a file or folder of text to train on; or --config, a file that has it"
         )
     else:
-        config = config_to_continue(sizes, dict(args.data), f"runs/{output.stem}")
+        config = config_to_continue(sizes, data, f"runs/{output.stem}")
     if args.rendezvous is not None:
         with prefix_errors_with("import: --rendezvous"):
             meeting_place(args.rendezvous)

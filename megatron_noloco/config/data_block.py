@@ -136,13 +136,9 @@ class DataConfig(Settings):
                 )
 
     def reading(self, paths: Mapping[str, str]) -> Self:
-        """Return this block with other data; raises UserError.
-
-        Args:
-            paths: by field; "" is `text`.
-        """
+        """Return this block with other data, by field; raises UserError."""
         others = {name: getattr(self, name) for name in self.model_fields_set if name not in SOURCES}
-        return type(self)(**others | {name or "text": path for name, path in paths.items()})
+        return type(self)(**{**others, **paths})
 
     @property
     def source(self) -> Source:

@@ -11,6 +11,7 @@ is an entry until it is complete.
 """
 
 import fcntl
+import glob
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.errors import UserError
@@ -47,7 +48,7 @@ class Recipe(NamedTuple):
 
     @property
     def digest(self) -> str:
-        stats = [(item.name, item.path.stat()) for item in self.inputs]
+        stats = [(item.name, item.status) for item in self.inputs]
         files = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
         return sha256_of([_FORMAT, files, self.settings])[:_DIGITS]
 
@@ -100,21 +101,49 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
         with suppress(OSError):  # a folder that this user may only read
             os.utime(found.folder / _FACTS)
         return found
-    with writing(folder, recipe.option):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"{digest}.lock").open("a")
-    with lock:
-        activity.now.part(f"waiting for another process, which prepares {recipe.source}")
-        # On a file system without locks several processes may make the same entry.
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in folder.glob(f"{digest}.partial-*"):
-                shutil.rmtree(left, ignore_errors=True)
+    with _alone(folder, digest, recipe):
         if found := find_entry(folder, digest):
             return found
-        total = sum(item.bytes for item in recipe.inputs)
-        with _shown(f"preparing {recipe.source}", total) as advance:
-            return _make(folder, digest, recipe, advance)
+        with _made(folder, digest, recipe) as made:
+            try:
+                put_in_place(made.folder, folder / digest)
+            except OSError:  # without locks, another process may have been faster
+                if find_entry(folder, digest) is None:
+                    raise
+        return Entry(folder / digest, made.facts)
+
+
+@contextmanager
+def _alone(folder: Path, name: str, recipe: Recipe) -> Iterator[None]:
+    """Keep other processes from making what will have this name, and remove what a killed process has left of it.
+
+    On a file system without locks several processes may make the same. Raises UserError if nothing can be written.
+    """
+    path, locked = folder / f"{name}.lock", False
+    activity.now.part(f"waiting for another process, which prepares {recipe.source}")
+    with writing(folder, recipe.option):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    with lock:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            locked = True
+        if locked and not _is_at(path, lock):  # the process before has removed the file
+            with _alone(folder, name, recipe):
+                yield
+            return
+        try:
+            for left in folder.glob(f"{glob.escape(name)}.partial-*") if locked else ():
+                shutil.rmtree(left, ignore_errors=True)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
 
 
 @contextmanager
@@ -142,21 +171,20 @@ def _shown(what: str, total: int) -> Iterator[Advance]:
             sys.stderr.write("\r\x1b[K")
 
 
-def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
-    partial = folder / f"{digest}.partial-{uuid.uuid4().hex}"
+@contextmanager
+def _made(folder: Path, name: str, recipe: Recipe) -> Iterator[Entry]:
+    """Make an entry under a name of its own; it is removed in the end, if it has not got another."""
+    partial, digest = folder / f"{name}.partial-{uuid.uuid4().hex}", recipe.digest
+    total = sum(item.bytes for item in recipe.inputs)
     try:
-        with writing(folder, recipe.option):  # inputs that cannot be read are UserErrors
+        # Inputs that cannot be read are UserErrors.
+        with writing(folder, recipe.option), _shown(f"preparing {recipe.source}", total) as advance:
             partial.mkdir()
             facts = {"source": recipe.source, **recipe.write(partial / "data", advance)}
             write_text(partial / _FACTS, json.dumps(facts))
         if recipe.digest != digest:
             raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
-        try:
-            put_in_place(partial, folder / digest)
-        except OSError:  # without locks, another process may have been faster
-            if find_entry(folder, digest) is None:
-                raise
-        return Entry(folder / digest, facts)
+        yield Entry(partial, facts)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -164,25 +192,20 @@ def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
 def write_named(prefix: Path, recipe: Recipe, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Make a dataset, `PREFIX.bin` and `.idx`, with its facts in `PREFIX.facts.json`; return these.
 
-    It is an entry beside them until it is complete, and the index gets its name last.
-    Raises UserError if the dataset exists, or if nothing can be written.
+    The files get their names when they are complete, the index last. Raises UserError if the dataset exists, or if
+    nothing can be written.
 
     Args:
         check: raises UserError for facts of a dataset that is not to be kept.
     """
-    if Path(f"{prefix}.idx").exists():
-        raise UserError(f"{prefix}.idx exists already; remove it or give another {recipe.option}")
-    entry = prefix.parent / recipe.digest
-    try:
-        facts = obtain(prefix.parent, recipe).facts
-        check(facts)
-        for made in ("data.bin", _FACTS, "data.idx"):
-            put_in_place(entry / made, Path(f"{prefix}.{made.removeprefix('data.')}"))
-    finally:
-        shutil.rmtree(entry, ignore_errors=True)
-        with suppress(OSError):
-            entry.with_suffix(".lock").unlink()
-    return facts
+    with _alone(prefix.parent, prefix.name, recipe):
+        if Path(f"{prefix}.idx").exists():
+            raise UserError(f"{prefix}.idx exists already; remove it or give another {recipe.option}")
+        with _made(prefix.parent, prefix.name, recipe) as made:
+            check(made.facts)
+            for name in ("data.bin", _FACTS, "data.idx"):
+                put_in_place(made.folder / name, Path(f"{prefix}.{name.removeprefix('data.')}"))
+        return made.facts
 
 
 def facts_of(prefix: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from contextlib import suppress
 from datetime import date
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,11 +26,7 @@ _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 
 
 class ChatTemplate:
-    """A chat template, or several by name. A tokenizer without any has one without content.
-
-    Attributes:
-        checked_roles: roles of which a conversation has shown that their texts are written.
-    """
+    """A chat template, or several by name. A tokenizer without any has one without content."""
 
     def __init__(self, folder: Path | None, content: Any, given: Path | None = None) -> None:
         """Keep the tokenizer's folder, None for bytes, and the texts in its files; nothing is loaded before a use.
@@ -40,7 +35,6 @@ class ChatTemplate:
             given: the folder that the user gave, for messages; None: the same.
         """
         self._folder, self._content, self._given = folder, content, given or folder
-        self.checked_roles = set[str]()
         self.takes_text = cache(self._takes_text)
 
     @property
@@ -155,15 +149,13 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
         raise UserError(
             'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
         )
-    render = partial(template.render, tools=tools)
-    answers = _by_turns(messages, places, render)
-    answers = answers or [_answer(messages, place, render) for place in places]
+    answers = [_answer(messages, place, partial(template.render, tools=tools)) for place in places]
+    before = _without_spaces(answers[-1].before)
     for place, message in enumerate(messages[: places[-1]]):
-        if message["role"] not in {"assistant", *template.checked_roles}:
-            _check_written(place, message, answers[-1].before)
-    template.checked_roles |= {message["role"] for message in messages[: places[-1]]}
+        if message["role"] != "assistant":
+            _check_written(place, message, before)
     for place, answer in zip(places, answers, strict=True):
-        _check_written(place, messages[place], answer.text)
+        _check_written(place, messages[place], _without_spaces(answer.text))
     learnt = [{**messages[place], **dict.fromkeys(_NOT_WRITTEN)} for place in places]
     return answers, sum(
         not any(map(str.strip, map(str, filter(None, message.values())))) for message in learnt
@@ -253,34 +245,22 @@ def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answe
     return Answer(before, through[len(before) :])
 
 
-def _by_turns(messages: Messages, places: list[int], render: Callable[..., str]) -> list[Answer] | None:
-    """Return the answers where the template writes each turn alike wherever it stands; else None.
-
-    A turn is rendered after the one before it only, so the work grows with the messages, not with their square.
-    """
-    with suppress(UserError):  # of a turn without those before it
-        answers = [_answer(messages, places[0], render)]
-        for earlier, place in pairwise(places):
-            start = next(n for n in range(earlier, -1, -1) if n == 0 or messages[n]["role"] == "user")
-            known = render(messages[start : earlier + 1])
-            before, text = _answer(messages[start:], place - start, render)
-            if not before.startswith(known):
-                return None
-            answers.append(Answer("".join(answers[-1]) + before[len(known) :], text))
-        if "".join(answers[-1]) == render(messages[: places[-1] + 1]):
-            return answers
-    return None
-
-
 def _check_written(place: int, message: dict[str, Any], written: str) -> None:
-    """Raise UserError unless a message's texts are written: as they are, or as in JSON. Templates trim spaces."""
-    written = "".join(written.split())
+    """Raise UserError unless a message's texts are written: as they are, or as in JSON. Templates trim spaces.
+
+    Args:
+        written: see `_without_spaces`.
+    """
     for key, value in message.items():
         if not isinstance(value, str) or key in _NOT_WRITTEN:
             continue
         forms = (value, json.dumps(value, ensure_ascii=False)[1:-1])
-        if not any("".join(form.split()) in written for form in forms):
+        if not any(_without_spaces(form) in written for form in forms):
             raise UserError(
                 f'the chat template leaves out or changes the text of "{key}" in message {place + 1} (role '
                 f'"{message["role"]}"); use a template that writes it as it is, or leave it out of the data'
             )
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())

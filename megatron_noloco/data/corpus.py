@@ -1,18 +1,18 @@
 """What a text, or records for fine-tuning, become: a dataset of Megatron, in the cache or with a name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain, write_named
-from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, read_documents
-from megatron_noloco.data.formats import Advance
+from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, files_to_read, read_documents
+from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.inputs import Inputs, check_outside, find_inputs, find_standard_library
-from megatron_noloco.data.records import encode_records, find_records
-from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
+from megatron_noloco.data.inputs import check_outside, find_inputs
+from megatron_noloco.data.records import RECORD_KEYS, encode_records
+from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_writable
@@ -29,26 +29,26 @@ class Corpus:
 
     source: TextSource
     tokenizer: Tokenizer
-    inputs: Inputs
+    inputs: list[Input]
     key: str = "text"
     append_eod: bool = True
 
     @property
-    def _kind(self) -> str:
-        return "Records" if isinstance(self.source, RecordSource) else "Documents"
+    def _of_records(self) -> bool:
+        return isinstance(self.source, RecordSource)
 
     @property
     def recipe(self) -> Recipe:
         """What the dataset is made of."""
-        tokenizer, of_template = self.tokenizer, self._kind == "Records"
+        tokenizer, kind = self.tokenizer, "Records" if self._of_records else "Documents"
         settings: dict[str, Any] = {
-            "kind": [self._kind, self.key, self.append_eod],
-            "tokenizer": [tokenizer.digest, tokenizer.files_digest if of_template else ""],
+            "kind": [kind, self.key, self.append_eod],
+            "tokenizer": [tokenizer.digest, tokenizer.files_digest if self._of_records else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
-        if of_template and (renderer := tokenizer.chat_template.renderer):
+        if self._of_records and (renderer := tokenizer.chat_template.renderer):
             settings["renderer"] = renderer
-        return Recipe(self.source.path, self.inputs.files, settings, self._write)
+        return Recipe(self.source.path, self.inputs, settings, self._write)
 
     def make(self) -> Entry:
         """Return the dataset, from the cache or made now; raises UserError for what cannot be read."""
@@ -56,50 +56,58 @@ class Corpus:
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
-        if not any(item.bytes for item in self.inputs.files):
-            raise self._empty()
         folder = cache_folder(self.source.cache)
         outputs = {"training.output_dir": output_dir, "data.cache": folder}
         check_outside(outputs, Path(self.source.path), self.source.option)
         if find_entry(folder, self.recipe.digest) is None:
+            counts = Counts(lambda _: None)
+            there = (item for item in self.inputs if item.bytes)  # a text would be read to its end
+            readable = self._files(counts) if self._of_records else there
+            if next(readable, None) is None:
+                raise self._empty(counts)
             check_writable(folder, "data.cache")
 
     def check_first(self) -> None:
-        """Read and encode the first rows, unless the dataset is there; raises UserError where that fails."""
-        if self.inputs.files and find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
-            next(iter(self._sequences(Counts(lambda _: None))), None)
+        """Read and encode the first rows, unless the dataset is there; raises UserError if there are none."""
+        if find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
+            counts = Counts(lambda _: None)
+            if next(self._sequences(counts), None) is None:
+                raise self._empty(counts)
 
-    def _sequences(self, counts: Counts) -> Iterable[Sequence]:
+    def _files(self, counts: Counts) -> Iterator[Input]:
+        """Yield the files that hold documents or records; counts the others."""
+        keys = RECORD_KEYS if self._of_records else [self.key]
+        return files_to_read(self.inputs, keys, counts, rows_alone=self._of_records)
+
+    def _sequences(self, counts: Counts) -> Iterator[Sequence]:
         """Yield the sequences of the dataset; counts what they hold."""
-        if self._kind == "Records":
-            return encode_records(self.inputs.files, self.tokenizer, counts)
-        pieces = read_documents(self.inputs.files, self.key, counts)
+        if self._of_records:
+            return encode_records(self._files(counts), self.tokenizer, counts)
+        total = sum(item.bytes for item in self.inputs)
+        pieces = read_documents(self._files(counts), total, self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
     def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
         """Write the dataset under a prefix; return facts about it."""
         counts = Counts(advance)
-        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self._kind == "Records") as writer:
+        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self._of_records) as writer:
             for sequence in self._sequences(counts):
                 writer.add(*sequence)
-            facts = counts.facts(self.tokenizer, self.inputs.notes)
             if not len(writer):
-                raise self._empty(facts["notes"])
+                raise self._empty(counts)
             writer.finish()
-        return {"tokenizer": self.tokenizer.digest, **facts}
+        return {"tokenizer": self.tokenizer.digest, **counts.facts(self.tokenizer)}
 
-    def _empty(self, notes: str = "") -> UserError:
-        """Return the error for files that hold nothing; `notes`: what is left out."""
-        return UserError(f"{self.source.option}: no {self._kind.lower()} in {self.source.path}{notes}")
+    def _empty(self, counts: Counts) -> UserError:
+        """Return the error for files that hold nothing, with what is left out."""
+        what = "records" if self._of_records else "documents"
+        notes = counts.facts(self.tokenizer)["notes"]
+        return UserError(f"{self.source.option}: no {what} in {self.source.path}{notes}")
 
 
 def corpus_of(source: TextSource, tokenizer: Tokenizer) -> Corpus:
     """Return what a source holds; raises UserError if there are no files."""
-    if isinstance(source, RecordSource):
-        return Corpus(source, tokenizer, find_records(source.path, source.option))
-    is_library = source.path == STANDARD_LIBRARY
-    inputs = find_standard_library() if is_library else find_inputs([source.path], source.option)
-    return Corpus(source, tokenizer, inputs)
+    return Corpus(source, tokenizer, find_inputs([source.path], source.option))
 
 
 def preprocess(
@@ -123,9 +131,9 @@ def preprocess(
         raise UserError(f"--output-prefix {prefix}: names no file; give one such as data/corpus")
     if "/" in key:
         raise UserError(f'--json-keys {key}: is a part of the name of a file, which cannot have "/"')
-    source = TextSource(", ".join(inputs), Split(1, 0, 0), option="--input")
+    source = TextSource(", ".join(inputs), option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
-    for folder in {item.folder for item in corpus.inputs.files if item.folder is not None}:
+    for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
 
     check = partial(check_lost, most=max_lost, source=source.option, option="--max-lost-characters")

@@ -1,29 +1,20 @@
-"""Encode documents: text becomes sequences of tokens, with the tokens of begin and end."""
+"""Encode documents: text becomes sequences of tokens, with the tokens of begin and end. Count what is read."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_noloco.data.formats import PIECE, Advance, Input, Piece, first_object, text_problem
-from megatron_noloco.data.inputs import left_out
+from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
+from megatron_noloco.data.inputs import in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
 
 Item = TypeVar("Item")
 
-_LEFT_OUT = {
-    "not_text": "file{} not in UTF-8",
-    "packed": "file{} of formats that are not read, unpack them",
-    "tables": "file{} of CSV or TSV, write the rows as JSON lines or Parquet",
-    "pointers": "pointer{} of Git LFS, `git lfs pull` fetches the files",
-    "not_lines": "file{} of JSON that are no JSON lines with the key",
-    "unnamed_lines": "file{} of JSON lines whose names do not end with .jsonl",
-    "empty_files": "empty file{}",
-}
 # Counts of what is read otherwise than it looks, in a summary.
 _NOTES = {
     "beside_records": "documents that are files of text beside records: {}",
@@ -51,13 +42,15 @@ class Sequence(NamedTuple):
 
 
 class Counts(Counter[str]):
-    """Counts of what is read, and the files that are left out, in their order, by the name of their count.
+    """Counts of what is read.
 
     Attributes:
+        left_out: the files that are not read, by the reason.
         lost: how often each character that no token stands for was met.
         lost_in: the first file that holds each.
         records: the number of records of each file.
         roles: how often messages have each role of which a template may know nothing.
+        splits: the number of files of each split, by their names.
     """
 
     def __init__(self, advance: Advance) -> None:
@@ -65,7 +58,7 @@ class Counts(Counter[str]):
         self.advance = advance  # is told how many bytes are read
         self.left_out: dict[str, list[Input]] = {}
         self.lost, self.lost_in = Counter[str](), dict[str, str]()
-        self.records, self.roles = Counter[str](), Counter[str]()
+        self.records, self.roles, self.splits = Counter[str](), Counter[str](), Counter[str]()
 
     def count_texts(
         self,
@@ -91,13 +84,9 @@ class Counts(Counter[str]):
             holding = (file for text, file in zip(texts, files, strict=True) if character in text)
             self.lost_in[character] = next(holding)
 
-    def facts(self, tokenizer: Tokenizer, of_files: str) -> dict[str, Any]:
-        """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks.
-
-        Args:
-            of_files: notes on the files that were found.
-        """
-        found = [left_out(self.left_out[name], words) for name, words in _LEFT_OUT.items() if self[name]]
+    def facts(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks."""
+        found = [in_words(files, reason) for reason, files in self.left_out.items()]
         if empty := self["empty"]:
             found.append(f"{empty} empty document{'s' * (empty > 1)}")
         notes = [f"left out: {', '.join(found)}"] * bool(found)
@@ -114,6 +103,9 @@ class Counts(Counter[str]):
             notes.append(
                 f"messages of other roles than {', '.join(ROLES)}: {named}, nothing is learnt of them"
             )
+        if len(self.splits) > 1:
+            named = ", ".join(f"{split} ({number})" for split, number in self.splits.items())
+            notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.switched_off:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
         records = list(self.records.items())
@@ -121,7 +113,7 @@ class Counts(Counter[str]):
             **self,
             "records_of_files": records,
             "lost_in_words": lost,
-            "notes": "".join(f"; {note}" for note in notes) + of_files,
+            "notes": "".join(f"; {note}" for note in notes),
         }
 
 
@@ -134,50 +126,45 @@ def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) 
         )
 
 
-def read_documents(inputs: list[Input], key: str, counts: Counts) -> Iterator[Piece]:
-    """Read documents, of rows the text under a key; leave out files that hold none, and count them.
+def files_to_read(
+    inputs: Iterable[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
+) -> Iterator[Input]:
+    """Yield the files that hold something to read, and count the others; arguments as of `why_left_out`.
 
-    Raises UserError that names the file, and the place.
+    Raises UserError for a file that was given itself.
     """
-    total = sum(item.bytes for item in inputs)
-    records = any(item.kind != "text" for item in inputs)
     for item in inputs:
-        reason, advice = _why_left_out(item, key)
-        if reason:
-            if advice and item.folder is None:  # it was given itself
-                raise UserError(f"{item.path}: {advice}")
-            counts[reason] += 1
-            counts.left_out.setdefault(reason, []).append(item)
-            counts.advance(item.bytes)
+        reason, advice = why_left_out(item, keys, rows_alone)
+        if not reason:
+            if split := split_of(item):
+                counts.splits[split] += 1
+            yield item
             continue
-        counts["beside_records"] += records and item.kind == "text"
+        if advice and item.folder is None:
+            raise UserError(f"{item.path}: {advice}")
+        counts.left_out.setdefault(reason, []).append(item)
+        counts.advance(item.bytes)
+
+
+def read_documents(files: Iterable[Input], total: int, key: str, counts: Counts) -> Iterator[Piece]:
+    """Read documents, of rows the text under a key; raises UserError that names the file, and the place.
+
+    Args:
+        total: bytes of all inputs.
+    """
+    texts = 0
+    for item in files:
+        texts += item.kind == "text"
         counts["files"] += 1
         counts["bytes"] += item.bytes
         yield from item.pieces(key, counts.advance, _piece_of(total) if item.kind == "text" else PIECE)
+    if texts < counts["files"]:
+        counts["beside_records"] = texts
 
 
 def _piece_of(total: int) -> int:
     """Return the characters of a piece of a text, of inputs with so many bytes in all."""
     return min(PIECE, max(total // _MANY_PIECES, min(total // _FEWEST_PIECES, _SMALL_PIECE), 1))
-
-
-def _why_left_out(item: Input, key: str) -> tuple[str, str]:
-    """Return why a file holds no documents, by the name of a count, and what to do; "" for a file that is read.
-
-    A file that was given itself is left to its reader, where that says what is wrong.
-    """
-    found = item.folder is not None
-    if item.is_empty:
-        return "empty_files", ""
-    if item.unread:
-        return item.unread
-    if found and item.kind == "text" and text_problem(item.path):
-        return "not_text", ""
-    if item.kind == "text" and first_object(item.path) is not None:
-        return "unnamed_lines", "holds lines of JSON; give it a name that ends with .jsonl"
-    if found and item.path.suffix == ".json" and key not in (first_object(item.path) or ()):
-        return "not_lines", ""
-    return "", ""
 
 
 def encode(

@@ -31,10 +31,28 @@ def deciding(tokenizer: Any) -> dict[str, Any]:
     return {name: content[name] for name in _DECIDING if name in content}
 
 
+def extends(ours: Any, theirs: Any) -> bool:
+    """Return whether one tokenizer has the ids and rules of another, with or without further tokens.
+
+    Both are objects of `tokenizers`.
+    """
+    more = theirs.get_vocab(with_added_tokens=True).items() <= ours.get_vocab(with_added_tokens=True).items()
+    return more and _rules(ours) == _rules(theirs)
+
+
+def _rules(tokenizer: Any) -> dict[str, Any]:
+    """Return what decides tokens without the vocabulary; with it where it has the scores of tokens."""
+    content = {name: held for name, held in deciding(tokenizer).items() if name != "added_tokens"}
+    if isinstance(content["model"].get("vocab"), dict):
+        del content["model"]["vocab"]
+    return content
+
+
 class FastTokenizer:
     """The tokenizer in a `tokenizer.json`; adds no special tokens at the ends of a text.
 
     Attributes:
+        backend: the object of `tokenizers`.
         vocab_size: number of ids, gaps included.
         end_of_document: the token that ends each document.
         beginning_of_document: the token that a file names for the beginning of a text (BOS), or None.
@@ -64,14 +82,14 @@ class FastTokenizer:
         mark = folder / KEPT_MARK
         self.switched_off = outside(mark.read_text()) if mark.exists() else ""
         try:
-            self._tokenizer = Tokenizer.from_file(str(folder / _TOKENIZER))
+            self.backend: Any = Tokenizer.from_file(str(folder / _TOKENIZER))
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(
                 f"tokenizer_model {folder / _TOKENIZER}: not a tokenizer ({outside(str(error))})"
             ) from None
         # A file may set truncation and padding, which would cut or pad texts.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.backend.no_truncation()
+        self.backend.no_padding()
         vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         end = self._named("eos_token")
@@ -82,9 +100,9 @@ class FastTokenizer:
             )
         self.end_of_document = end
         self.beginning_of_document = self._named("bos_token")
-        first = self._tokenizer.encode("the").ids[:1]
+        first = self.backend.encode("the").ids[:1]
         self.adds_bos = self.beginning_of_document is not None and first == [self.beginning_of_document]
-        self._tokenizer.post_processor = None  # BOS is added only if `prepend_bos` asks for it
+        self.backend.post_processor = None  # BOS is added only if `prepend_bos` asks for it
         self.before_document: tuple[int, ...] = ()
         if prepend_bos:
             if self.beginning_of_document is None:
@@ -95,7 +113,7 @@ class FastTokenizer:
             self.before_document = (self.beginning_of_document,)
         self.splits_special_tokens = split_special_tokens
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
-        model = json.loads(self._tokenizer.to_str())["model"]
+        model = json.loads(self.backend.to_str())["model"]
         self._of_words = model["type"] == "WordLevel"
         # The token for what the vocabulary lacks
         self._unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
@@ -104,7 +122,7 @@ class FastTokenizer:
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
-        return sha256_of([deciding(self._tokenizer), self.beginning_of_document, self.end_of_document])
+        return sha256_of([deciding(self.backend), self.beginning_of_document, self.end_of_document])
 
     @property
     def files_digest(self) -> str:
@@ -130,27 +148,15 @@ class FastTokenizer:
         tokens = self.encode_batch([end], from_template=True)[0].tolist() if found else []
         return next((token for token in tokens if token in self.special_tokens.values()), None)
 
-    def extends(self, other: "FastTokenizer") -> bool:
-        """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""
-        return other.vocabulary.items() <= self.vocabulary.items() and self._rules == other._rules
-
-    @property
-    def _rules(self) -> dict[str, Any]:
-        """The content without the vocabulary; with it where it has the scores of tokens."""
-        content = {name: held for name, held in deciding(self._tokenizer).items() if name != "added_tokens"}
-        if isinstance(content["model"].get("vocab"), dict):
-            del content["model"]["vocab"]
-        return content
-
     @property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token."""
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+        return self.backend.get_vocab(with_added_tokens=True)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
         """The special tokens that a text can spell out, with their ids."""
-        added = self._tokenizer.get_added_tokens_decoder()
+        added = self.backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
 
     def encode(self, text: str) -> np.ndarray:
@@ -163,8 +169,8 @@ class FastTokenizer:
         Args:
             from_template: whether special tokens that the texts spell out are these tokens in any case.
         """
-        self._tokenizer.encode_special_tokens = self.splits_special_tokens and not from_template
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        self.backend.encode_special_tokens = self.splits_special_tokens and not from_template
+        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def count_lost(self, texts: list[str]) -> Counter[str]:
@@ -196,7 +202,7 @@ class FastTokenizer:
     def decode(self, ids: np.ndarray | Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`, without ids past the vocabulary; `special`: with special tokens."""
         numbers = np.asarray(ids, dtype=np.int64).tolist()
-        return self._tokenizer.decode(numbers, skip_special_tokens=not special)
+        return self.backend.decode(numbers, skip_special_tokens=not special)
 
     def save(self, folder: Path, max_length: int) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""

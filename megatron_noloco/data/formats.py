@@ -5,6 +5,7 @@ Memory does not grow with a file, only with its largest document: a text is read
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +23,12 @@ from megatron_noloco.files import (
 )
 
 JSON_LINES, TABLES = (".jsonl", ".json", ".ndjson"), (".parquet", ".arrow", ".feather")
-_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 PIECE = 1 << 16  # characters of a text that are read and encoded as one sequence
 _BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
 _BATCH_ROWS = 256
 _LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
+_OTHER_KEY = "`data preprocess --json-keys` takes another"
 # What a piece of a longer text ends with, where it has one: as encoders like it, a space begins the next piece.
 _ENDS = (("\n", 1), (" ", 0))
 
@@ -66,28 +66,17 @@ class Input:
         """What the file holds by its name, compressed or not."""
         if self.path.name.lower().endswith(TABLES):
             return "table"
-        return "jsonl" if _unpacked_name(self.path).endswith(JSON_LINES) else "text"
+        return "jsonl" if unpacked_name(self.path).endswith(JSON_LINES) else "text"
 
     @property
-    def unread(self) -> tuple[str, str] | None:
-        """Why the file is not read, by the name of a count, and what to do; None for a file that is read."""
-        if command := _UNPACK.get(self.path.suffix.lower()):
-            return "packed", f"{self.path.suffix} is not read; unpack it (`{command} {self.path.name}`)"
-        if _unpacked_name(self.path).endswith((".csv", ".tsv")):
-            return "tables", "tables of text are not read; write the rows as JSON lines or Parquet"
-        if _first_bytes(self.path, len(_LFS_POINTER)) == _LFS_POINTER:
-            return "pointers", "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
-        return None
+    def status(self) -> os.stat_result:
+        """Size and times of the file; of a link that leads nowhere, its own."""
+        return self.path.stat(follow_symlinks=self.path.exists())
 
     @property
     def bytes(self) -> int:
         """Size on disk."""
-        return self.path.stat().st_size
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing but a byte order mark."""
-        return not without_mark(_first_bytes(self.path, 4))
+        return self.status.st_size
 
     def rows(self, advance: Advance, columns: Iterable[str] | None = None) -> Iterator[Row]:
         """Return the lines of JSON or the rows of a table; `columns`: of a table, None: all."""
@@ -112,7 +101,7 @@ class Input:
                 yield piece._replace(file=self.name)
 
 
-def _first_bytes(path: Path, number: int) -> bytes:
+def first_bytes(path: Path, number: int) -> bytes:
     """Return the first bytes on disk; raises UserError for a file that cannot be read."""
     with _opened(path) as (raw, _):
         return raw.read(number)
@@ -162,14 +151,13 @@ def _read_text(path: Path, advance: Advance) -> Iterator[str]:
 
 def _text_of(place: str, fields: Any, key: str) -> str:
     """Return the text under a key of a row, "" for null; raises UserError that names the place."""
-    other = "`data preprocess --json-keys` takes another"
     if not isinstance(fields, dict):
         raise UserError(f"{place}: not a JSON object; each line must hold one")
     if key not in fields:
-        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({other})")
+        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({_OTHER_KEY})")
     text = fields[key]
     if text is not None and not isinstance(text, str):
-        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({other})")
+        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({_OTHER_KEY})")
     try:
         check_whole_characters(text or "")
     except UserError as error:
@@ -242,7 +230,7 @@ def _read_table(path: Path, advance: Advance, columns: Iterable[str] | None = No
         chosen = names if columns is None else list(columns)
         for name in chosen:
             if name not in names:
-                raise UserError(f"{path}: no column {name!r}; there are {', '.join(names)}")
+                raise UserError(f"{path}: no column {name!r}; there are {', '.join(names)} ({_OTHER_KEY})")
             if names.count(name) > 1:
                 raise UserError(f"{path}: the column {name!r} is there twice; leave one out")
         for batch in read(chosen):
@@ -297,7 +285,7 @@ def _as_json(value: Any, kind: Any) -> Any:
     return [_as_json(held, kind.value_type) for held in value]
 
 
-def _unpacked_name(path: Path) -> str:
+def unpacked_name(path: Path) -> str:
     """Return the name of a file, in small letters, without the suffix of a compression."""
     name = path.name.lower()
     return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)

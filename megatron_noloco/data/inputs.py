@@ -1,66 +1,107 @@
-"""Find the files of an input, each once."""
+"""Find the files of an input, each once, and say which of them hold nothing to read."""
 
 import os
+import re
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from megatron_noloco.data.formats import Input
+from megatron_noloco.data.formats import Input, first_bytes, first_object, text_problem, unpacked_name
+from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, read_object
+from megatron_noloco.files import outside, read_object, without_mark
 
 _NAMED = 3  # files of each kind in a summary
+_UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-class Inputs(NamedTuple):
-    """Files to read, and the end of a summary that counts paths from which nothing is read."""
-
-    files: list[Input]
-    notes: str = ""
-
-
-def find_inputs(places: Iterable[str], option: str) -> Inputs:
+def find_inputs(places: Iterable[str], option: str) -> list[Input]:
     """Return the files at `places`, each once; folders are searched recursively, without hidden files.
 
+    In place of a path may stand STANDARD_LIBRARY.
     Of several names of a file a name of records goes before others, then the file's own path before links.
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
     """
-    found, dead = list[Input](), 0
+    found = list[Input]()
     for place in places:
+        if place == STANDARD_LIBRARY:
+            found += _standard_library()
+            continue
         given = Path(place).expanduser()
         if not given.exists():
             prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")
-        for path in _paths_below(given) if given.is_dir() else [given]:
-            dead += not path.exists()
-            if path.is_file() or path == given:
-                found.append(Input(path, given if given.is_dir() else None))
+        if not given.is_dir():
+            found.append(Input(given, None))
+            continue
+        paths = _paths_below(given)
+        found += [Input(path, given) for path in paths if path.is_file() or not path.exists()]
     best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
-    chosen = {_identity(item.path): item for item in reversed(best_first)}
-    files = [item for item in dict.fromkeys(found) if chosen[_identity(item.path)] == item]
-    return Inputs(files, f"; links that lead nowhere, left out: {dead}" * (dead > 0))
+    chosen = {_identity(item.status): item for item in reversed(best_first)}
+    return [item for item in dict.fromkeys(found) if chosen[_identity(item.status)] == item]
 
 
-def left_out(files: Collection[Input], words: str) -> str:
-    """Return files that are left out in words: how many, and the names of the first ones.
+def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> tuple[str, str]:
+    """Return why a file is not read, with {} for the "s" of several files, and what to do; "" for a file that is.
+
+    A file that was given itself is left to its reader, where that says what is wrong.
 
     Args:
-        words: what they are, with {} for the "s" of several.
+        keys: of rows, one of which is read.
+        rows_alone: whether texts are not read.
     """
+    path, name, found = item.path, unpacked_name(item.path), item.folder is not None
+    if not path.exists():
+        return "link{} to nowhere", ""
+    head = first_bytes(path, len(_LFS_POINTER))
+    if not without_mark(head):
+        return "empty file{}", ""
+    if command := _UNPACK.get(path.suffix.lower()):
+        advice = f"{path.suffix} is not read; unpack it (`{command} {path.name}`)"
+        return "file{} of formats that are not read, unpack them", advice
+    if name.endswith((".csv", ".tsv")):
+        advice = "write the rows as JSON lines or Parquet"
+        return f"file{{}} of CSV or TSV, {advice}", f"tables of text are not read; {advice}"
+    if head == _LFS_POINTER:
+        advice = "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
+        return "pointer{} of Git LFS, `git lfs pull` fetches the files", advice
+    if rows_alone and item.kind == "text":
+        return "file{} without records" * found, ""
+    if found and item.kind == "text" and text_problem(path):
+        return "file{} not in UTF-8", ""
+    if item.kind == "text" and first_object(path) is not None:
+        advice = "holds lines of JSON; give it a name that ends with .jsonl"
+        return "file{} of JSON lines whose names do not end with .jsonl", advice
+    if found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
+        return f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}", ""
+    return "", ""
+
+
+def split_of(item: Input) -> str | None:
+    """Return the split of a published dataset that a file of rows has by its path; None where it names none."""
+    words = re.split("[^a-z]+", item.name.lower())
+    named = [word for word in words if word in _SPLITS]
+    return named[-1] if named and item.kind != "text" else None
+
+
+def in_words(files: Collection[Input], reason: str) -> str:
+    """Return the files that are left out for a reason: how many, and the names of the first ones."""
     names = [outside(item.name) for item in islice(files, _NAMED)] + ["..."] * (len(files) > _NAMED)
-    return f"{len(files)} {words.format('s' * (len(files) > 1))} ({', '.join(names)})"
+    return f"{len(files)} {reason.replace('{}', 's' * (len(files) > 1))} ({', '.join(names)})"
 
 
-def find_standard_library() -> Inputs:
+def _standard_library() -> list[Input]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = files_below(folder, _SKIPPED_FOLDERS)
-    return Inputs([Input(path, folder) for path in paths if path.suffix == ".py" and path.stat().st_size])
+    return [Input(path, folder) for path in paths if path.suffix == ".py" and path.stat().st_size]
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
@@ -78,10 +119,10 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
         outputs: by option.
         folder: may be a file, in which nothing lies.
     """
-    below = {_identity(parent) for parent, _ in _folders_from(folder, ())} if folder.is_dir() else ()
+    below = {_identity(os.stat(parent)) for parent, _ in _folders_from(folder, ())} if folder.is_dir() else ()
     for option, output in outputs.items():
         real = output.resolve()
-        if any(_identity(path) in below for path in (real, *real.parents) if path.exists()):
+        if any(_identity(path.stat()) in below for path in (real, *real.parents) if path.exists()):
             raise UserError(
                 f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
                 f"text; give another {option}"
@@ -110,7 +151,7 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
     seen, starts = set(), deque([folder])
     while starts:
         for parent, folders, files in os.walk(starts.popleft(), onerror=_refuse):
-            if (identity := _identity(parent)) in seen:
+            if (identity := _identity(os.stat(parent))) in seen:
                 folders.clear()
                 continue
             seen.add(identity)
@@ -156,7 +197,6 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename}: {error.strerror}; {remedy}") from None
 
 
-def _identity(path: str | Path) -> tuple[int, int]:
+def _identity(status: os.stat_result) -> tuple[int, int]:
     """Return what all paths to a file or folder have in common, with links and without."""
-    status = os.stat(path)
     return status.st_dev, status.st_ino

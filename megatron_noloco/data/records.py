@@ -1,21 +1,22 @@
 """Records for fine-tuning: prompts and answers; only the tokens of answers have a loss."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, Sequence, read_ahead
-from megatron_noloco.data.formats import JSON_LINES, TABLES, Input
-from megatron_noloco.data.inputs import Inputs, find_inputs, left_out
-from megatron_noloco.data.sources import STANDARD_LIBRARY, RecordSource, Split, TextSource
+from megatron_noloco.data.encode import ROLES, Counts, Sequence, files_to_read, read_ahead
+from megatron_noloco.data.formats import Input
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
+RECORD_KEYS = "messages", "prompt"  # of which a record has one
 # What other programs read beside messages, or beside a prompt
 _UNREAD = ("system", "history", "functions", "documents", "chat_template_kwargs")
 _BATCH_RECORDS = 1000  # encoded at once
@@ -29,42 +30,25 @@ class _Record(NamedTuple):
     answers: list[Answer]
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
+    read: list[Any]  # the parts of the line from which its tokens are made
     roles: list[str] = []  # noqa: RUF012 (read only): of its messages
 
 
-def find_records(path: str, option: str = "data.sft_data_path") -> Inputs:
-    """Return the file, or all files of records below the folder; the notes name the others.
-
-    Raises UserError, which names the option that gave the path, when there is none.
-    """
-    files, notes = find_inputs([path], option)
-    others = [item for item in files if item.folder is not None and item.kind == "text"]
-    records = [item for item in files if item.folder is None or item.kind != "text"]
-    if not records:
-        kinds = ", ".join((*JSON_LINES, *TABLES))
-        raise UserError(f"{option}: no file of records ({kinds}) in {path}")
-    for item in records:
-        if item.unread:
-            raise UserError(f"{option}: {item.path}: {item.unread[1]}")
-    if others:
-        notes = f"; left out: {left_out(others, 'file{} without records')}{notes}"
-    return Inputs(records, notes)
-
-
 def whole_source(path: str, cache: str | None) -> TextSource:
-    """Return a source of all that a path holds: records, if the first row there is one, else text.
+    """Return a source of all that a path holds: records, if the first row that is read there is one, else text.
 
     Raises UserError for a file that cannot be read.
     """
     option = "--data"
-    files = [] if path == STANDARD_LIBRARY else find_inputs([path], option).files
-    rows = (row for item in files if item.kind != "text" for _, row in item.rows(lambda _: None))
+    files = [item for item in find_inputs([path], option) if item.kind != "text"]
+    found = files_to_read(files, ["text", *RECORD_KEYS], Counts(lambda _: None))
+    rows = (row for item in found for _, row in item.rows(lambda _: None))
     first = next(rows, None)
-    is_record = isinstance(first, dict) and "text" not in first and {"messages", "prompt"} & first.keys()
-    return (RecordSource if is_record else TextSource)(path, Split(1, 0, 0), cache, option=option)
+    is_record = isinstance(first, dict) and "text" not in first and {*RECORD_KEYS} & first.keys()
+    return (RecordSource if is_record else TextSource)(path, cache=cache, option=option)
 
 
-def encode_records(inputs: list[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
+def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
     """Yield what is learnt of each record, in the order of the lines; a record is a document.
 
     A record is a JSON object with `messages` or with `prompt` and `completion`. The tokenizer's chat template
@@ -161,15 +145,14 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record]:
     template = tokenizer.chat_template
     for place, content in item.rows(counts.advance):
-        row = without_nulls(content)
         try:
-            check_whole_characters(json.dumps(row, ensure_ascii=False, default=str))
-            record = _record_of(row, template)
+            record = _record_of(without_nulls(content), template)
+            check_whole_characters(json.dumps(record.read, ensure_ascii=False, default=str))
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         counts.records[item.name] += 1
         counts.roles.update(role for role in record.roles if role not in ROLES)
-        strings = [*_strings(row)]
+        strings = [*_strings(record.read)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
         yield record
 
@@ -214,9 +197,10 @@ def _record_of(row: Any, template: ChatTemplate) -> _Record:
             raise UserError(f'"{key}" is no part of the text; {read} are')
     if messages:
         answers, empty = answers_of(messages, row.get("tools"), template)
-        return _Record(answers, empty, True, [message["role"] for message in messages])
+        roles = [message["role"] for message in messages]
+        return _Record(answers, empty, True, [messages, row.get("tools")], roles)
     answer = Answer(row["prompt"], row["completion"])
-    return _Record([answer], int(not answer.text.strip()), from_template=False)
+    return _Record([answer], int(not answer.text.strip()), False, [*answer])
 
 
 def _is_among(value: Any, messages: list[Any]) -> bool:

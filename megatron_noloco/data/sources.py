@@ -41,7 +41,7 @@ class Split:
         return cls(*(weight / sum(weights) for weight in weights))
 
     def bounds(self, number: int) -> list[int]:
-        """Return where each part of `number` sequences, records or files begins, and where the last one ends.
+        """Return where each part of `number` sequences or records begins, and where the last one ends.
 
         Rounded as in Megatron.
         """
@@ -97,10 +97,10 @@ def _check_one_reading(paths: Sequence[str | float], names: list[str], prefixes:
 
 @dataclass(frozen=True)
 class TextSource:
-    """A file or folder of text, or "python-stdlib", cut by `split`."""
+    """A file or folder of text, or "python-stdlib"."""
 
     path: str
-    split: Split
+    split: Split | None = None  # None: it is read whole
     cache: str | None = None  # the folder of its dataset; None: the user's cache folder
     max_lost: float = 0.05  # share of the characters that the tokenizer may lose
     option: str = "data.text"  # which names the path

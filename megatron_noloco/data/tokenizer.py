@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ class ByteTokenizer:
         tokens = np.minimum(tokens[tokens != self.end_of_document], 0xFF)  # 0xFF never occurs in UTF-8
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
-    def save(self, folder: Path, max_length: int) -> None:
-        """Write this tokenizer in Hugging Face's format: byte-level BPE without merges."""
+    @cached_property
+    def backend(self) -> Any:
+        """This tokenizer as an object of `tokenizers`: byte-level BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
 
         # GPT-2's alphabet: a printable byte is itself; the others, in order, are the characters from U+0100 on.
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -93,13 +93,11 @@ class ByteTokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            eos_token=END_OF_DOCUMENT,
-            model_max_length=max_length,
-            model_input_names=["input_ids", "attention_mask"],
-            clean_up_tokenization_spaces=False,
-        ).save_pretrained(folder)
+        return tokenizer
+
+    def save(self, folder: Path, max_length: int) -> None:
+        """Write this tokenizer in Hugging Face's format."""
+        _save(folder, self.backend, eos_token=END_OF_DOCUMENT, model_max_length=max_length)
 
     def copy_to(self, folder: Path) -> None:
         pass
@@ -214,24 +212,29 @@ def _keep(folder: Path, prefix: Path, _: Advance) -> dict[str, Any]:
             f"tokenizer_model {folder}: {type(theirs).__name__} of transformers has no fast tokenizer; give a "
             "folder with a tokenizer.json"
         )
-    from transformers import PreTrainedTokenizerFast
-
     backend.no_truncation()
     backend.no_padding()
     random = {name: value for name in _RANDOM if (value := getattr(backend.model, name, None))}
     for name in random:
         setattr(backend.model, name, None)
-    # Of this class, which takes tokenizer.json as it is; others may build rules of their own from its vocabulary.
-    plain: Any = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=theirs.chat_template,
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-        **theirs.special_tokens_map,
-    )
-    plain.save_pretrained(kept)
+    _save(kept, backend, chat_template=theirs.chat_template, **theirs.special_tokens_map)
     write_text(kept / KEPT_MARK, ", ".join(f"{name} {value:g}" for name, value in random.items()))
     return {}
+
+
+def _save(folder: Path, backend: Any, **others: Any) -> None:
+    """Write a tokenizer of `tokenizers` in Hugging Face's format, of a class that takes tokenizer.json as it is.
+
+    Other classes may build rules of their own from its vocabulary.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        **others,
+    ).save_pretrained(folder)
 
 
 def check_exported(folder: Path) -> str:
@@ -242,7 +245,8 @@ def check_exported(folder: Path) -> str:
     from tokenizers import Tokenizer
 
     theirs, ours = load_folder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
-    if deciding(theirs.backend_tokenizer) == deciding(ours):
+    backend = getattr(theirs, "backend_tokenizer", None)
+    if backend is not None and deciding(backend) == deciding(ours):
         return ""
     return (
         f"{folder}: for this family AutoTokenizer takes {type(theirs).__name__}, which reads other tokens than "

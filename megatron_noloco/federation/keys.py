@@ -108,8 +108,12 @@ class Keys:
         name = _name("megatron_noloco federation")
         certificate = _signed(name, key.public_key(), name, key, _LAST, [])
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(_pem(key) + certificate.public_bytes(Encoding.PEM).decode())
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(_pem(key) + certificate.public_bytes(Encoding.PEM).decode())
+        except OSError:  # a full disk
+            path.unlink()
+            raise
         return cls.read(path)
 
     def identity(self, slot: int) -> "Identity":

@@ -126,7 +126,7 @@ def open_weights(
             raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
         trained, source = read_architecture(folder), None
         readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        tokenizer = tokenizer_of(folder)
+        tokenizer = tokenizer_of(folder, cache=None)
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)

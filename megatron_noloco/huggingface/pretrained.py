@@ -10,7 +10,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.fast_tokenizer import extends
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerChoice, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
@@ -19,8 +19,6 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
-# Text in which tokenizers of bytes differ from others: lines, digits, accents in two forms, scripts, emoji, NUL.
-_SAMPLE = "Byte by byte, \n\t3.14 é e\u0301 ﬁ İ ß \u00a0½ 日本語 עברית 👩‍👩‍👧 a\0b\u200bc"
 _ROTARY = (
     "rotary_base",
     "rope_scaling_factor",
@@ -48,12 +46,12 @@ def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output
 
     Args:
         sizes: see `read_sizes`.
-        data: see `DataConfig.reading`.
+        data: what is read, by field of the block `data`.
     """
     own: dict[str, Any] = {
         "bf16": {"enabled": torch.cuda.is_available() and torch.cuda.is_bf16_supported()},
         "model": {**sizes, "seq_length": min(sizes["seq_length"], _LONGEST_SAMPLE)},
-        "data": {name or "text": path for name, path in data.items()},
+        "data": data,
         "training": {"train_iters": 2000, "output_dir": output_dir},
     }
     return RunConfig(**_TO_CONTINUE, **own)
@@ -88,7 +86,7 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
         data=_with_tokenizer_of(folder, template.data),
     )
     PretrainedWeights(folder, architecture).close()
-    check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size)
+    check_tokenizer(folder, build_tokenizer(run.data.tokenizer), architecture.vocab_size, run.data.cache)
     context = "which is the model's own context"
     if before.seq_length != architecture.seq_length:
         context = f"as the config has it; the model's own context is {architecture.seq_length} tokens"
@@ -145,7 +143,7 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     named = {"tokenizer_type", "tokenizer_model"} & data.model_fields_set
     if named or not (folder / "tokenizer.json").exists():
         return data
-    tokenizer = tokenizer_of(folder)
+    tokenizer = tokenizer_of(folder, data.cache)
     if isinstance(tokenizer, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
@@ -166,22 +164,29 @@ def missing_bos(folder: Path, data: DataConfig) -> str:
     )
 
 
-def tokenizer_of(folder: Path) -> Tokenizer:
+def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
 
     Raises UserError where there is none.
+
+    Args:
+        cache: see `TokenizerChoice`.
     """
-    theirs, byte = build_tokenizer(TokenizerChoice(str(folder))), ByteTokenizer()
+    theirs, byte = build_tokenizer(TokenizerChoice(str(folder), cache=cache)), ByteTokenizer()
     if theirs.adds_bos:
-        theirs = build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True))
-    ends = (theirs.before_document, theirs.end_of_document) == (byte.before_document, byte.end_of_document)
-    return byte if ends and _same_tokens(theirs, byte) else theirs
+        return build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True, cache=cache))
+    same = theirs.end_of_document == byte.end_of_document and extends(byte.backend, theirs.backend)
+    return byte if same else theirs
 
 
-def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
+def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str | None) -> None:
     """Raise UserError when the token ids of a Hugging Face model are not those of the run's tokenizer.
 
-    A folder without a tokenizer is accepted: its model may have been trained with the run's tokenizer.
+    A folder without a tokenizer is accepted: its model may have been trained with the run's tokenizer. The run's
+    may have further tokens.
+
+    Args:
+        cache: see `TokenizerChoice`.
     """
     if vocab_size < ours.vocab_size:
         raise UserError(
@@ -189,8 +194,9 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
             "(the byte-level tokenizer has 257)"
         )
     if (folder / "tokenizer.json").exists():
-        if not _same_tokens(build_tokenizer(TokenizerChoice(str(folder))), ours):
-            place = f"in {ours.folder}" if isinstance(ours, FastTokenizer) else "of bytes"
+        theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
+        if not extends(ours.backend, theirs.backend):
+            place = f"in {ours.folder}" if ours.folder else "of bytes"
             raise UserError(
                 f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
                 f"model's, set data.tokenizer_model {folder}"
@@ -200,13 +206,6 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
             f"{folder}: its tokenizer is a tokenizer.model, and a tokenizer.json is needed; "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
         )
-
-
-def _same_tokens(theirs: Tokenizer, ours: Tokenizer) -> bool:
-    """Return whether texts have the same tokens; a fast tokenizer of ours may have further ones."""
-    if isinstance(ours, FastTokenizer) and isinstance(theirs, FastTokenizer):
-        return ours.extends(theirs)
-    return theirs.encode(_SAMPLE).tolist() == ours.encode(_SAMPLE).tolist()
 
 
 # The files

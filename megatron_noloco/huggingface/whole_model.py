@@ -134,11 +134,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     Raises UserError where transformers cannot load the folder, or generate.
     """
     from transformers import TextStreamer, pipeline
-    from transformers.generation import MaxLengthCriteria
     from transformers.utils import logging
-
-    class FullContext(MaxLengthCriteria):
-        """A second limit: one of the same class would take the place of that of `max_new_tokens`."""
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -147,14 +143,14 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         tokenizer = load_folder(folder)
         generator = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=False)
         text = prompt or tokenizer.eos_token  # a document begins after the end of another
-        has_bos = tokenizer.bos_token is not None and text.startswith(
-            tokenizer.bos_token
-        )  # of a chat template
+        # A chat template writes BOS itself.
+        has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        read = len(tokenizer(text, add_special_tokens=not has_bos).input_ids)
+        room = generator.model.config.max_position_embeddings - read
         generator(
             text,
             add_special_tokens=not has_bos,
-            max_new_tokens=tokens,
-            stopping_criteria=[FullContext(generator.model.config.max_position_embeddings)],
+            max_new_tokens=max(1, min(tokens, room)),
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
         )

@@ -267,7 +267,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     if config.training.pretrained is not None and not _continues(config.checkpoint.load, output_dir):
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
-        check_tokenizer(folder, tokenizer, architecture.vocab_size)
+        check_tokenizer(folder, tokenizer, architecture.vocab_size, config.data.cache)
     check_source(config.data.source, tokenizer, output_dir)
     _check_load(config.checkpoint.load, output_dir)
     return tokenizer, architecture

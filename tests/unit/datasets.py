@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.corpus import corpus_of
-from megatron_noloco.data.encode import Counts
+from megatron_noloco.data.encode import Counts, files_to_read
 from megatron_noloco.data.indexed import Dataset, IndexedWriter, read_indexed
-from megatron_noloco.data.records import encode_records, find_records
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.records import RECORD_KEYS, encode_records
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 
@@ -56,7 +57,8 @@ class Learnt(NamedTuple):
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Learnt]:
     counts, found, begins = Counts(lambda _: None), list[Learnt](), True
-    for tokens, ends, mask in encode_records(find_records(path).files, tokenizer, counts):
+    files = files_to_read(find_inputs([path], "data.sft_data_path"), RECORD_KEYS, counts, True)
+    for tokens, ends, mask in encode_records(files, tokenizer, counts):
         assert mask is not None
         found.append(Learnt(tokens, mask, begins, counts["joined"]))
         begins = ends

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from megatron_noloco.data.corpus import corpus_of
-from megatron_noloco.data.inputs import files_below, find_inputs, find_standard_library
+from megatron_noloco.data.inputs import files_below, find_inputs
 from megatron_noloco.data.microbatches import ValidationSource, training_microbatch
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import Samples, ShuffledSamples
@@ -100,14 +100,14 @@ def write_cache(folder: Path, *lines: str) -> None:
 class TestCorpus:
     def test_standard_library(self, stdlib: Any) -> None:
         assert stdlib.bytes > 5e6
-        assert stdlib.files == len(find_standard_library().files)
+        assert stdlib.files == len(find_inputs([STANDARD_LIBRARY], "data.text"))
         tokens = sum(map(len, (stdlib.train, stdlib.validation, stdlib.test)))
         assert tokens == stdlib.bytes + stdlib.files
         assert stdlib.train.dtype == np.uint16
         assert 0.02 < len(stdlib.validation) / tokens < 0.1
 
     def test_standard_library_files_are_sources_only(self) -> None:
-        files = [item.path for item in find_standard_library().files]
+        files = [item.path for item in find_inputs([STANDARD_LIBRARY], "data.text")]
         assert any(path.name == "argparse.py" for path in files)
         assert all(path.suffix == ".py" for path in files)
         forbidden = {"site-packages", "test", "tests", "__pycache__"}
@@ -133,7 +133,7 @@ class TestCorpus:
         (tmp_path / "notes.txt").write_text("some notes")
         corpus = load(str(tmp_path), "1,1")
         assert corpus.files == 1
-        named = "4 files not in UTF-8 (picture.png, x, y, ...), 1 empty file (empty.txt)"
+        named = "1 empty file (empty.txt), 4 files not in UTF-8 (picture.png, x, y, ...)"
         assert corpus.notes == f"; left out: {named}"
         (tmp_path / "x").unlink()
         named = named.replace("4", "3").replace("x, y, ...", r"y, \xe9\x1b")
@@ -162,14 +162,14 @@ class TestCorpus:
         (here / "d").write_bytes(gzip.compress(b'{"text": "a"}'))
         (here / "e.jsonl.gz").symlink_to("d")
         for places in ([here], [here, here / "c.txt", here]):
-            found = find_inputs(map(str, places), "--input").files
+            found = find_inputs(map(str, places), "--input")
             assert [item.name for item in found] == ["b.txt", "e.jsonl.gz"]
-        assert [item.name for item in find_inputs([f"{here / 'a.txt'}"] * 2, "--input").files] == ["a.txt"]
+        assert [item.name for item in find_inputs([f"{here / 'a.txt'}"] * 2, "--input")] == ["a.txt"]
         assert load(str(here), "1").files == 2
 
     def test_links_that_lead_nowhere_are_counted(self, tmp_path: Path) -> None:
         """Of a folder, of text or records, in each summary."""
-        folder, note = tmp_path / "here", "; links that lead nowhere, left out: 2"
+        folder, note = tmp_path / "here", "; left out: 2 links to nowhere (gone.jsonl, loop)"
         folder.mkdir()
         (folder / "gone.jsonl").symlink_to("nowhere")
         (folder / "loop").symlink_to("loop")
@@ -177,7 +177,7 @@ class TestCorpus:
         records = corpus_of(RecordSource(str(folder), Split(1, 0, 0)), ByteTokenizer())
         assert records.make().facts["notes"].endswith(note)
         (folder / "a.txt").write_text("text")
-        assert load(str(folder), "1").notes.endswith(note)
+        assert note in load(str(folder), "1").notes
         output = ("--output-prefix", tmp_path / "out")
         assert note in output_of("data", "preprocess", "--input", folder, *output)
 
@@ -198,7 +198,7 @@ class TestCorpus:
         write_cache(tmp_path / name)
         shutil.rmtree(tmp_path / name / "refs")
         (tmp_path / name / "blobs" / "2f").write_text("a blob that no snapshot names")
-        assert len(find_inputs([str(tmp_path)], "--input").files) == read
+        assert len(find_inputs([str(tmp_path)], "--input")) == read
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,7 +240,7 @@ class TestCorpus:
             ]
             assert decoded == ["".join(texts[:28]), "".join(texts[28:])]
             assert isinstance(data.training.parts[0], ShuffledSamples)
-        (item,) = find_inputs([str(folder)], "--input").files
+        (item,) = find_inputs([str(folder)], "--input")
         assert list(item.pieces("text", (read := list[int]()).append, 99))
         assert sum(read) == item.bytes
         (folder / "README.md").write_text("# A card")
@@ -271,6 +271,15 @@ class TestCorpus:
             (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
             with pytest.raises(ValueError, match="holds the splits test, train; give the folder of one"):
                 load(str(tmp_path), "1")
+
+    def test_splits_of_a_published_dataset_are_named(self, tmp_path: Path) -> None:
+        """As the hub names files; who trains on all of them trains on the test data, too."""
+        for name in ("train-00000-of-00002", "train-00001-of-00002", "test/0000", "c4-validation.00000-of-8"):
+            (tmp_path / "en" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "en" / f"{name}.json").write_text('{"text": "a"}\n')
+        note = "; files of several splits are read: validation (1), test (1), train (2)"
+        assert load(str(tmp_path), "1").notes == note
+        assert load(str(tmp_path / "en" / "test"), "1").notes == ""
 
     def test_a_small_text_beside_rows_stays_whole(self, tmp_path: Path) -> None:
         (tmp_path / "README.md").write_text("what is in here")

@@ -41,13 +41,13 @@ def source_of(text: Path, split: Split = HALVES) -> TextSource:
 
 def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the entries that are made from now on."""
-    made_now, original = list[str](), cache._make
+    made_now, original = list[str](), cache._made
 
     def count(folder: Path, digest: str, *others: Any) -> Any:
         made_now.append(digest)
         return original(folder, digest, *others)
 
-    monkeypatch.setattr(cache, "_make", count)
+    monkeypatch.setattr(cache, "_made", count)
     return made_now
 
 

@@ -24,6 +24,7 @@ from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_records, write_dataset
 from tests.unit.golden import check
 from tests.unit.test_chat import ANSWER, ASKED, CALLS, called
+from tests.unit.test_preprocess import LFS_POINTER
 from tests.unit.test_records import TEMPLATE, chat_tokenizer, write
 
 
@@ -37,8 +38,6 @@ def parquet_of(text: bytes, columns: int = 1) -> bytes:
 def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, "zstd", asbytes=True)
 
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 # Name of a file, its content, further options of `data preprocess`.
 WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
@@ -240,7 +239,7 @@ def test_a_long_window_of_zstd_says_what_to_do(tmp_path: Path) -> None:
 def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "below").mkdir(parents=True)
     (tmp_path / "in" / ".hidden").write_text("hidden")
-    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.json": b"[]", "d": b"\xff"}
+    files = {"a.txt": b"text", "b.txt.xz": b"x", "c.JSON.gz": gzip.compress(b"[]"), "d": b"\xff"}
     files |= {
         "e.csv": b"a,b",
         "f.jsonl": LFS_POINTER,
@@ -251,11 +250,10 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "2 documents, 19 tokens; left out: 1 file not in UTF-8 (d), 1 file of formats that are not read, "
-        "unpack them (b.txt.xz), 1 file of CSV or TSV, write the rows as JSON lines or Parquet (e.csv), "
-        "1 pointer of Git LFS, `git lfs pull` fetches the files (f.jsonl), 1 file of JSON "
-        "that are no JSON lines with the key (c.json), 1 file of JSON lines whose names do not end with "
-        ".jsonl (g.txt); documents that are files of text beside records: 2"
+        "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file of "
+        "JSON whose first line is no object with text (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, "
+        "write the rows as JSON lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files "
+        "(f.jsonl), 1 file of JSON lines whose names do not end with .jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
@@ -272,7 +270,7 @@ from megatron_noloco.data.encode import Counts, encode, read_documents
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.tokenizer import ByteTokenizer
 counts = Counts(lambda _: None)
-pieces = read_documents(find_inputs(sys.argv[1:], "--input").files, "text", counts)
+pieces = read_documents(find_inputs(sys.argv[1:], "--input"), 1 << 30, "text", counts)
 for _ in encode(pieces, ByteTokenizer(), True, counts): pass
 """
 

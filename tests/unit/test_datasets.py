@@ -281,6 +281,10 @@ def test_a_check_finds_an_empty_file(field: str, what: str, tmp_path: Path) -> N
     (file := tmp_path / "a.jsonl").touch()
     line = refusal_of(*check_of(tmp_path, run_config({field: str(file)})))
     assert f"data.{field}: no {what} in {file}" in line
+    (folder := tmp_path / "in").mkdir()
+    (folder / "a.png").write_bytes(b"\xff")
+    line = refusal_of(*check_of(tmp_path, run_config({field: str(folder)})))
+    assert f"data.{field}: no {what} in {folder}; left out: 1 file " in line
 
 
 @pytest.mark.parametrize(

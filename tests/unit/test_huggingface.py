@@ -490,6 +490,31 @@ def test_import_alone_writes_a_run_of_separate_jobs(
     assert keys_of_inviter(config, "my-run.json", None, None).can_invite
 
 
+@pytest.mark.parametrize("room", [0, 1000], ids=["nothing", "the key"])
+def test_an_import_on_a_full_disk_can_be_given_again(
+    room: int, model_of_bytes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Hello.")
+    options = [
+        "--data",
+        "a.txt",
+        "--rendezvous",
+        "tcp://first:29600",
+        "--output",
+        "my-run.json",
+        "--no-check",
+    ]
+    output_of("import", model_of_bytes, *options)  # its tokenizer is in the cache now
+    for made in ("my-run.json", "my-run.key"):
+        Path(made).unlink()
+    with full_disk(room):
+        assert "cannot be written: File too large" in refusal_of("import", model_of_bytes, *options)
+    assert [path.name for path in tmp_path.glob("*my-run*")] == ["my-run.key"] * (room > 0)
+    output_of("import", model_of_bytes, *options)
+    assert keys_of_inviter(load_config("my-run.json"), "my-run.json", None, None).can_invite
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
@@ -601,7 +626,9 @@ def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Pa
         for name in ("tokenizer.json", "tokenizer_config.json"):
             path = tmp_path / name
             path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
-    assert isinstance(tokenizer_of(tmp_path), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer)
+    assert isinstance(
+        tokenizer_of(tmp_path, None), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer
+    )
 
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
@@ -648,7 +675,7 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
 def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, given: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2, "<s>": 3})
-    tokenizer = FastTokenizer(folder)._tokenizer
+    tokenizer = FastTokenizer(folder).backend
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
@@ -658,6 +685,9 @@ def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, give
     line = f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true"
     said = pretrained.missing_bos(folder, DataConfig(text="a", tokenizer_model=str(folder), **given))
     assert said.startswith(line) != bool(given)
+    for field in ("sft_data_path", "data_path"):
+        (command, _) = import_of(folder, {"data": {field: "a"}})
+        assert ("a dataset in data_path must have" in output_of(*command)) == (field == "data_path")
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path) -> None:
@@ -691,10 +721,13 @@ def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
     for folder, words in ((theirs, {"a": 3}), (more, {"a": 3, "b": 4}), (other, {"b": 3})):
         folder.mkdir()
         add_a_tokenizer_of_words(folder, **{"</s>": 2}, **words)
-    check_tokenizer(theirs, FastTokenizer(theirs), VOCABULARY)
-    check_tokenizer(theirs, FastTokenizer(more), VOCABULARY)
+    cache = str(tmp_path / "cache")  # of the run
+    check_tokenizer(theirs, FastTokenizer(theirs), VOCABULARY, cache)
+    assert isinstance(tokenizer_of(theirs, cache), FastTokenizer)
+    assert len([*Path(cache).iterdir()]) == 1
+    check_tokenizer(theirs, FastTokenizer(more), VOCABULARY, None)
     with pytest.raises(ValueError, match=f"theirs: the model's tokenizer .* than the run's in {other}; to"):
-        check_tokenizer(theirs, FastTokenizer(other), VOCABULARY)
+        check_tokenizer(theirs, FastTokenizer(other), VOCABULARY, None)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +21,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import encode
+from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, read_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
+from megatron_noloco.errors import UserError
 from tests.harness import full_disk
 from tests.unit.test_data import write_cache
 
@@ -32,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
 BYTES = ByteTokenizer()
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +228,7 @@ def test_an_index_means_a_complete_dataset(tmp_path: Path, monkeypatch: pytest.M
         assert {path.suffix for path in folder.iterdir()} == {".bin", ".json", ".idx"}
         shutil.rmtree(folder)
         stops += 1
-    assert stops == 10
+    assert stops == 8
 
 
 def _stopped_at(last: int, make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> bool:
@@ -273,6 +277,34 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     with pytest.raises(ValueError, match=r"out_text_document\.idx exists already"):
         run(tmp_path, [tmp_path / "a.jsonl"], tokenizer)
+
+
+def test_two_of_one_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names get a dataset each; of one name the second is refused, also where the first has failed before."""
+    write_jsonl(tmp_path / "a.jsonl", ["A"])
+    original, inside = corpus.encode, threading.Barrier(2)
+
+    def together(*arguments: Any) -> Any:
+        inside.wait(60)
+        return original(*arguments)
+
+    def make(name: str) -> str:
+        try:
+            preprocess([str(tmp_path / "a.jsonl")], tmp_path / "out" / name, BYTES, append_eod=True)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as threads, monkeypatch.context() as patch:
+        patch.setattr(corpus, "encode", together)
+        assert [*threads.map(make, "ab")] == ["", ""]
+    for name in "ab":
+        assert documents(read_indexed(f"{tmp_path}/out/{name}_text_document")) == expected(["A"])
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = sorted(threads.map(make, "ccc"))
+    assert first == ""
+    assert all("c_text_document.idx exists already" in other for other in others)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin", ".json", ".idx"}
 
 
 @pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer as Tokenizers
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import Dataset
-from megatron_noloco.data.opening import open_data, open_validation
+from megatron_noloco.data.opening import check_source, open_data, open_validation, open_whole
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from tests.unit.datasets import Learnt, load_records
-from tests.unit.test_preprocess import make_tokenizer
+from tests.unit.test_preprocess import LFS_POINTER, make_tokenizer
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.
 TEMPLATE = (
@@ -116,12 +116,20 @@ class TestRecords:
         (folder / "f.jsonl").symlink_to("b.jsonl")
         for name in ("README.md", "x.bz2"):
             (folder / name).write_text("no record")
+        (folder / "info.json").write_text(json.dumps({"messages": "as printed"}, indent=1))
+        (folder / "y.jsonl").write_bytes(LFS_POINTER)
         found, alone = load_records(str(folder), tokenizer), load_records(str(folder / "b.jsonl"), tokenizer)
         assert [record.tokens.tolist() for record in found] == 5 * [r.tokens.tolist() for r in alone]
         assert [record.answer.tolist() for record in found] == 5 * [r.answer.tolist() for r in alone]
         summary = open_data(source(str(folder), "1"), tokenizer, Needs(300, 64, evaluates=False)).summary
         assert "10 records" in summary
-        assert summary.endswith("; left out: 2 files without records (README.md, x.bz2)")
+        assert summary.endswith(
+            "; left out: 2 files without records (README.md, x.bz2), 1 file of JSON whose first line is no object "
+            "with messages or prompt (info.json), 1 pointer of Git LFS, `git lfs pull` fetches the files (y.jsonl)"
+        )
+        samples, notes = open_whole(str(folder), tokenizer, Needs(300, 64))
+        assert isinstance(samples, RecordSamples)
+        assert summary.endswith(notes)
 
     def test_prompts_and_completions_of_messages(self, model: Path, tmp_path: Path) -> None:
         """As TRL has them, only the completion is learnt; a prompt beside messages is one of them."""
@@ -253,11 +261,21 @@ def test_other_roles_are_named_with_the_share_that_is_learnt(model: Path, tmp_pa
     assert summary.endswith('system, user, assistant, tool: "assitant" (1), nothing is learnt of them')
 
 
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_a_file_without_records_is_named(content: str, tmp_path: Path) -> None:
+def test_a_folder_without_records_says_what_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.md").write_text("text")
+    line = f"data.sft_data_path: no records in {tmp_path / 'in'}; left out: 1 file without records (a.md)"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        check_source(source(str(tmp_path / "in")), BYTES, tmp_path / "run")
+
+
+@pytest.mark.parametrize(("content", "why"), [("", "; left out: 1 empty file (a.jsonl)"), ("\n \n", "")])
+def test_a_file_without_records_is_named(content: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     for path in (tmp_path, tmp_path / "a.jsonl"):
-        with pytest.raises(ValueError, match=f"^data.sft_data_path: no records in {path}$"):
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(f'data.sft_data_path: no records in {path}{why}')}$"
+        ):
             open_data(source(str(path)), BYTES, Needs(257, 8))
 
 

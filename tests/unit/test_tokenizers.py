@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.fast_tokenizer import FastTokenizer, extends
 from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import (
@@ -102,8 +103,9 @@ class TestDigest:
         change(merged / "tokenizer.json", model=model | {"merges": model["merges"][::-1]})
         change(normalized / "tokenizer.json", normalizer={"type": "NFC"})
         same, *others = (FastTokenizer(folder) for folder in (ours, merged, normalized))
-        assert same.extends(FastTokenizer(ours))
-        assert all(other.vocabulary == same.vocabulary and not other.extends(same) for other in others)
+        assert extends(same.backend, FastTokenizer(ours).backend)
+        assert all(other.vocabulary == same.vocabulary for other in others)
+        assert not any(extends(other.backend, same.backend) for other in others)
 
     @pytest.mark.parametrize("in_own_file", [False, True])
     def test_a_template_has_one_of_its_own(self, tmp_path: Path, in_own_file: bool) -> None:
@@ -324,6 +326,15 @@ class TestAutoTokenizer:
         note = check_exported(tmp_path)
         assert "for this family AutoTokenizer takes Qwen2Tokenizer" in note
 
+    def test_a_class_without_fast_tokenizer_is_named(self, tmp_path: Path) -> None:
+        class Slow:
+            """As transformers' classes in Python: without `backend_tokenizer`."""
+
+        ByteTokenizer().save(tmp_path, max_length=64)
+        with patch("megatron_noloco.data.tokenizer.load_folder", lambda _: Slow()):
+            note = check_exported(tmp_path)
+        assert "for this family AutoTokenizer takes Slow, which reads other tokens" in note
+
     @pytest.mark.parametrize(
         ("name", "content", "line"),
         [
@@ -361,7 +372,10 @@ class TestLostCharacters:
             f"the quick fox {LOST + 'ЖЖ語' if place == 3 else 'dog'} over the lazy\n" for place in range(20)
         ]
         (tmp_path / "text.txt").write_text("".join(lines))
-        file = write(tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} for line in lines))
+        unread = {"id": LOST * 99, "source": "the fox" * 999}
+        file = write(
+            tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} | unread for line in lines)
+        )
         examples = "such as 'Ж' in {0}, '語' in {0}, 'ß' in {0}"  # the most frequent
         for source in (
             TextSource(str(tmp_path / "text.txt"), HALVES),
