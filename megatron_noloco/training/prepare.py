@@ -1,7 +1,7 @@
 """Checks and reads what one process can alone, before it joins the others."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,8 +97,9 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     find_gpus_without_cuda()
     before_engines()
     world = read_world(environ)
-    topology = _topology(config, world, _slot(config, replica))
-    tokenizer, architecture = check_start(config)
+    slot = _slot(config, replica)
+    topology = _topology(config, world, slot)
+    tokenizer, architecture = check_start(config, slot)
     batch = config.microbatches, config.micro_batch_size
     plan = BatchPlan(topology.replicas, topology.dp, *batch, slot=topology.slot)
     alike = _alike(config, tokenizer, architecture)
@@ -250,42 +251,53 @@ def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
     return alike._replace(shared={**alike.shared, "first weights": [digest]})
 
 
-def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
+def folder_of_job(config: RunConfig, slot: int) -> Path:
+    """Return the folder with what a job keeps; of a federation's job that of its replica."""
+    training = config.training
+    return training.folder_of(slot) if config.federation.exists else Path(training.output_dir)
+
+
+def check_start(config: RunConfig, slot: int | None = None) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
-    Writes at most a tokenizer, to the cache, and reads of the data at most an index. Raises UserError, one line
-    per problem.
+    Writes at most a tokenizer, to the cache, and reads of the data at most an index.
+
+    Args:
+        slot: of the job; None: not known, and it may be any whose folder is there.
+
+    Raises UserError, one line per problem.
     """
     _check_machine(config)
     output_dir = Path(config.training.output_dir)
+    jobs = [folder_of_job(config, slot or 0)]
+    if slot is None and config.federation.exists:
+        jobs = sorted(output_dir.glob("replica_*"))
     for place in (output_dir, output_dir / "checkpoints"):
         check_writable(place, "training.output_dir")
     if config.federation.exists:
         network_of(config.federation, config.noloco, RunIdentity({}))
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, jobs)
     architecture = config.architecture(tokenizer.vocab_size)
-    if config.training.pretrained is not None and not _continues(config.checkpoint.load, output_dir):
+    if config.training.pretrained is not None and not _continues(config.checkpoint.load, jobs):
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
     check_source(config.data.source, tokenizer, output_dir)
-    _check_load(config.checkpoint.load, output_dir)
+    _check_load(config.checkpoint.load, jobs)
     return tokenizer, architecture
 
 
-def _continues(load: str, output_dir: Path) -> bool:
-    """Return whether there is a checkpoint to continue from, whose weights count, sound or not."""
-    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
+def _continues(load: str, jobs: Iterable[Path]) -> bool:
+    """Return whether a job has a checkpoint to continue from, whose weights count, sound or not."""
     return load != "none" and (load != "auto" or any(latest(job / "checkpoints")[0] for job in jobs))
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer:
+def _tokenizer(config: RunConfig, jobs: Iterable[Path]) -> Tokenizer:
     """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
-    output, place = Path(config.training.output_dir), config.data.tokenizer_model
+    place = config.data.tokenizer_model
     if place is None or Path(place).exists() or config.checkpoint.load == "none":
         return build_tokenizer(config.data.tokenizer)
-    copies = map(tokenizer_folder, (output, *sorted(output.glob("replica_*"))))
-    return find_tokenizer(config.data.tokenizer, filter(Path.is_dir, copies))
+    return find_tokenizer(config.data.tokenizer, filter(Path.is_dir, map(tokenizer_folder, jobs)))
 
 
 def _check_machine(config: RunConfig) -> None:
@@ -319,14 +331,13 @@ def _check_kernel(optimizer: Optimizer) -> None:
         ) from None
 
 
-def _check_load(load: str, output_dir: Path) -> None:
+def _check_load(load: str, jobs: Iterable[Path]) -> None:
     """Raise UserError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
 
     One from which a run has started before may have been removed since: see `resume.find_start`.
     """
     if load in ("auto", "none"):
         return
-    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
     if any(any(continued_from(job / "checkpoints", load)) for job in jobs):
         return
     try:

@@ -43,7 +43,7 @@ from megatron_noloco.job.world import (
 from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training import finished
-from megatron_noloco.training.prepare import Joined, Prepared, first_weights, prepare, read_data
+from megatron_noloco.training.prepare import Joined, Prepared, first_weights, folder_of_job, prepare, read_data
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
@@ -79,7 +79,7 @@ def start(
         # It reads an excerpt of the data: one rank of the job does.
         training_data = computed_by_rank_0(lambda: data.checksums)
     with now.doing("looking for a checkpoint"):
-        output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology)
+        output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology.slot)
         old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
         if taken := computed_by_rank_0(lambda: occupy(job_folder)):
             raise UserError(taken)
@@ -220,7 +220,7 @@ def _tokenizer_notes(prepared: Prepared, begins: bool) -> list[str]:
         notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
     place = data.tokenizer_model
     if place is not None and not Path(place).exists():
-        copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology))
+        copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology.slot))
         notes.append(f"data.tokenizer_model: {place} is not there; using the copy, {copy}")
     return notes
 
@@ -232,12 +232,6 @@ def _first_weights(prepared: Prepared, saved: Manifest | None) -> str | None:
     return computed_by_rank_0(lambda: first_weights(prepared.config, prepared.architecture))
 
 
-def folder_of_job(config: RunConfig, topology: Topology) -> Path:
-    """Return the folder with what this job keeps; of a federation's job that of its replica."""
-    training = config.training
-    return training.folder_of(topology.slot) if topology.separate_jobs else Path(training.output_dir)
-
-
 def checkpoint_settings(
     config: RunConfig,
     topology: Topology,
@@ -247,7 +241,7 @@ def checkpoint_settings(
     """Return what the run wants of its checkpoints."""
     checkpoint = config.checkpoint
     return CheckpointSettings(
-        folder=folder_of_job(config, topology) / "checkpoints",
+        folder=folder_of_job(config, topology.slot) / "checkpoints",
         run=config.to_dict(),
         meant=lambda run: saved_config(run).meant(tokenizer.vocab_size if tokenizer else 0),
         keep_last=checkpoint.keep_last,
