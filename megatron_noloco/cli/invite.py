@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_noloco.cli.options import Commands, add_command, add_data, duration, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, writing
+from megatron_noloco.job.launcher import STARTS_AGAIN, trainer
 from megatron_noloco.job.leaving import FAILURE
 
 _STDIN = "-"
@@ -127,18 +128,19 @@ def _join(args: argparse.Namespace) -> int:
     )
     if invitation.folder.startswith("file://"):
         say(f"The jobs meet in {outside(invitation.folder)}, which is the same folder on each machine")
-    start = ["megatron-noloco", "train", str(path)]
+    start = shlex.join(["megatron-noloco", "train", str(path)])
     ready, lines = newcomer.looked_at(path)
     say(*lines, "")
     if args.no_start:
-        say(f"Start it with: {shlex.join(start)}")
+        say(f"Start it with: {start}")
         return 0
     if not ready:
-        say(f"Not started: first mend the problem above. Then start it with: {shlex.join(start)}")
+        say(f"Not started: first mend the problem above. Then start it with: {start}")
         return FAILURE
-    say(f"Starting it; later: {shlex.join(start)}")
+    say(f"Starting it; later: {start}")
+    os.environ[STARTS_AGAIN] = f"`{start}`"
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *start[1:]])
+    os.execv(sys.executable, [*trainer(), str(path)])
 
 
 def _text_of(name: str) -> str:
@@ -146,7 +148,7 @@ def _text_of(name: str) -> str:
     from megatron_noloco.preflight.invitation import MOST_BYTES
 
     if name == _STDIN:
-        return sys.stdin.read(MOST_BYTES)
+        return sys.stdin.buffer.read(MOST_BYTES).decode(errors="replace")
     try:
         with open(name, errors="replace") as file:
             return file.read(MOST_BYTES)
