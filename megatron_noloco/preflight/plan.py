@@ -88,8 +88,9 @@ def plan_of(
         step_seconds: seconds of a local step, if they are known.
     """
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
-    if topology.separate_jobs:  # the leader of a replica exchanges for all its ranks
-        largest = replace(largest, owned=table_of(architecture).exported_count, copied=0)
+    if topology.separate_jobs:  # the table counts bytes of a replica; its leader exchanges for all its ranks
+        table = table_of(architecture)
+        largest = replace(largest, parameters=table.parameter_count, owned=table.exported_count, copied=0)
         if network is not None:
             replicas_of_node = max(1, network.ranks_per_node // topology.replica_size)
             network = replace(network, ranks_per_node=replicas_of_node)
