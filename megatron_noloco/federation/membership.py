@@ -206,5 +206,10 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ru
         listen,
         None if key_file is None else Keys.read(key_file),
         place_to_advertise(federation.advertise, listen),
-        PeerStatus(site=federation.site or "", kind=alike.kind, digests=digests_of(alike.own)),
+        PeerStatus(
+            site=federation.site or "",
+            kind=alike.kind,
+            digests=digests_of(alike.own),
+            batch=alike.batch,
+        ),
     )

@@ -42,7 +42,6 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.canonical import Block
 from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
-from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS
 from megatron_noloco.transport.interface import Transport
@@ -57,7 +56,6 @@ class Prepared:
     world: World
     topology: Topology
     architecture: Architecture
-    plan: BatchPlan
     alike: RunIdentity  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
@@ -100,10 +98,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     slot = _slot(config, replica)
     topology = _topology(config, world, slot)
     tokenizer, architecture = check_start(config, slot)
-    batch = config.microbatches, config.micro_batch_size
-    plan = BatchPlan(topology.replicas, topology.dp, *batch, slot=topology.slot)
     alike = _alike(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, plan, alike)
+    return Prepared(config, tokenizer, world, topology, architecture, alike)
 
 
 def check_data(
@@ -217,7 +213,7 @@ def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) 
         if isinstance(config.data.source, RecordSource)
         else None,
     }
-    return RunIdentity(shared, "trainer", own)
+    return RunIdentity(shared, "trainer", own, config.replica_batch)
 
 
 def first_weights(config: RunConfig, architecture: Architecture) -> str | None:

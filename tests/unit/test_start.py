@@ -254,7 +254,8 @@ def test_a_resume_reads_no_first_weights(tmp_path: Path) -> None:
 
 def test_a_new_job_checks_its_weights_beside_older_jobs(tmp_path: Path) -> None:
     training = {"training__pretrained": str(tmp_path / "gone"), "training__output_dir": str(tmp_path)}
-    run = config(**training, federation__rendezvous="tcp://*:0", federation__encryption="none")
+    alone = {"parallel__replicas": "auto", "noloco__routing": "off"}
+    run = config(**training, **alone, federation={"rendezvous": "tcp://there:29600", "encryption": "none"})
     save(tmp_path / "replica_00", 5)
     check_start(run, 0)
     with pytest.raises(UserError, match="gone"):
