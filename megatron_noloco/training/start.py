@@ -41,9 +41,16 @@ from megatron_noloco.job.world import (
     threads_among,
 )
 from megatron_noloco.outer.health import Health
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training import finished
-from megatron_noloco.training.prepare import Joined, Prepared, first_weights, folder_of_job, prepare, read_data
+from megatron_noloco.training.prepare import (
+    Joined,
+    Prepared,
+    first_weights,
+    folder_of_job,
+    prepare,
+    read_data,
+)
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
@@ -107,8 +114,6 @@ def start(
         begin = settle_start(settings, topology, found)
         if dist.get_rank() == 0:
             prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
-            if begin.step < config.training.train_iters:
-                finished.remove(job_folder)
     begin = replace(begin, notes=notes + begin.notes)
     joined = Joined(by_recipe, link, begin, data, validation, settings)
 
@@ -122,7 +127,8 @@ def start(
 
     with now.doing("building its part of the model"):
         groups = build.groups(prepared)
-        plan = replace(prepared.plan, start_step=begin.step, start_sample=begin.sample)
+        batch = config.microbatches, config.micro_batch_size
+        plan = BatchPlan(topology.replicas, topology.dp, *batch, begin.step, begin.sample, topology.slot)
         monitor = build_monitor(prepared, joined, groups, plan, progress)
         record = monitor.metrics.record
         engine = build.engine(prepared, groups, record, begins=begin.saved is None)
