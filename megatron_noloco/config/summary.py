@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import rates_in_words
 from megatron_noloco.config.round_memory import outer_vectors, rounds_at_a_time
@@ -241,8 +242,7 @@ def _parameters(run: Known) -> str:
 
 
 def _data(run: Known) -> str:
-    names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
-    given = {name: getattr(run.config.data, name) for name in names}
+    given = {name: getattr(run.config.data, name) for name in SOURCES}
     named = (f"{name} {_setting(value)}" for name, value in given.items() if value is not None)
     return run.data or ", ".join(named)
 

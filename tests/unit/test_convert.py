@@ -300,6 +300,12 @@ def test_the_trainer_fills_in_what_deepspeed_leaves_to_it(folder: Path) -> None:
         ("A=''\npython x.py --a \"\" $A --b", {"a": "", "b": True}),
         ("python x.py --a ${B:-5} --b x#y", {"a": 5, "b": "x#y"}),
         ("if [ 2 -gt 1 ]; then A=1; else A=2; fi\npython x.py --a $A", {"a": 1}),
+        (
+            "M=${1:-mock}\nif [[ $M == x ]] || [[ $M == mock ]]; then A=1\n"
+            "elif [[ 1 = 1 ]] || [[ 1 = 1 ]]; then A=2; fi\n"
+            "if [[ $M == mock ]] && [[ $A == 2 ]]; then A=3; fi\npython x.py --a $A",
+            {"a": 1},
+        ),
         ("cat <<EOT > f\nit's --a 1\nEOT\npython x.py --b 2 > log", {"b": 2}),
         ('run="python x.py --a 1 &> log"\necho $run\neval $run', {"a": 1}),
         ("--a 1\n--b=2e-3 --c -1", {"a": 1, "b": 0.002, "c": -1}),
@@ -385,6 +391,11 @@ REFUSED = {
         "line 3: the value of ARGS depends on a condition; keep the lines that hold, without the condition",
     ),
     "quote.sh": ('python x.py --lr 1 "a', "line 1: a quote begins here and does not end"),
+    "branches.sh": (
+        "if [ -d a ] && [ 1 = 2 ] || [ 1 = 1 ]; then A=--bf16; fi\n"
+        "if [ 1 = 2 ] || [ -d a ]; then A=--fp16; fi\npython x.py --lr 1 $A",
+        "line 2: the value of A depends on a condition; keep the lines that hold, without the condition",
+    ),
     "two.sh": ("python a.py --lr 1\npython b.py --lr 2", "2 commands start a program (a.py, b.py); keep one"),
     "auto.json": ('{"train_batch_size": "auto"}', "is filled in from Hugging Face's TrainingArguments"),
     "rate.txt": (f"{MEGATRON_ARGUMENTS}--lr 1e-4 --min-lr 1e-3", "min_lr: 0.001 is not a share of the peak"),
