@@ -209,5 +209,7 @@ def account_lines(conversion: Conversion) -> Iterator[str]:
     if conversion.defaults:
         yield f"by default there, and so written here: {named(conversion.defaults)}"
     replicas = conversion.content.get("parallel", {}).get("replicas", 1)
-    if replicas != 1:
+    if replicas == 1:
+        yield "parallel.replicas 1: no other replica to average with; more ranks make more (--world-size)"
+    else:
         yield f"parallel.replicas {replicas}: a step has a part of the batch; search its learning rate with tune"

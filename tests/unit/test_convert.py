@@ -26,7 +26,7 @@ from megatron_noloco.config.programs import (
     Carried,
     Program,
 )
-from megatron_noloco.convert.conversion import Conversion, convert
+from megatron_noloco.convert.conversion import Conversion, account_lines, convert
 from megatron_noloco.convert.given import literal, read
 from megatron_noloco.convert.shell import Script, options
 from megatron_noloco.engine.schedules import rates_in
@@ -192,6 +192,12 @@ def test_replicas_are_nodes_or_data_parallel_ranks(folder: Path) -> None:
     assert layout(replicas=4) == (4, 1, 2)
     assert layout(replicas=1) == (1, 4, 2)
     assert layout(world_size=16) == (2, 4, 1)
+
+
+def test_a_single_replica_is_told(folder: Path) -> None:
+    """As where expert parallelism takes all data-parallel ranks."""
+    *_, last = account_lines(convert([folder / "mixture.txt"], None, 4, 1))
+    assert last.startswith("parallel.replicas 1: no other replica to average with; more ranks make more")
 
 
 def test_the_rest_may_give_the_layout(tmp_path: Path) -> None:
