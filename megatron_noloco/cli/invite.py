@@ -66,7 +66,7 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.invitation import LONGEST_LINE, line_of, text_of
+    from megatron_noloco.preflight.invitation import text_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import join_options, write_private
     from megatron_noloco.training.prepare import network_for
@@ -84,19 +84,11 @@ def _invite(args: argparse.Namespace) -> int:
         write_private(path, text_of(invitation))
     options = join_options(config, invitation.needs)
     paths = " The paths are those of this machine: give those of the other." * bool(options)
-    commands = [shlex.join(["megatron-noloco", "join", path.name, *options])]
-    if len(line := line_of(invitation)) <= LONGEST_LINE:  # `echo` is in no list of processes
-        commands.append(f"echo {line} | {shlex.join(['megatron-noloco', 'join', _STDIN, *options])}")
-    which = (
-        "the first command below (or the second, which needs no file)"
-        if commands[1:]
-        else "the command below"
-    )
     sys.stderr.write(
-        f"Copy {path} to the other machine, as you would copy a key, and run there {which}; until {until} that "
-        f"machine can be replica {invitation.slot}.{paths}\n"
+        f"Copy {path} to the other machine, as you would copy a key, and run there the command below; until "
+        f"{until} that machine can be replica {invitation.slot}.{paths}\n"
     )
-    say(*commands)
+    say(shlex.join(["megatron-noloco", "join", path.name, *options]))
     return 0
 
 
