@@ -2,12 +2,11 @@
 
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from megatron_noloco.checkpoint.catalog import (
@@ -26,7 +25,7 @@ from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data, check_source, open_data
-from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
+from megatron_noloco.data.sources import IndexedSource, Needs
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
@@ -35,15 +34,12 @@ from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
-from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines, find_gpus_without_cuda
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.canonical import Block
-from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.training.identity import first_weights, identity_of, with_first_weights
 from megatron_noloco.transport.interface import Transport
 
 
@@ -98,8 +94,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     slot = _slot(config, replica)
     topology = _topology(config, world, slot)
     tokenizer, architecture = check_start(config, slot)
-    alike = _alike(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, alike)
+    identity = identity_of(config, tokenizer, architecture)
+    return Prepared(config, tokenizer, world, topology, architecture, identity)
 
 
 def check_data(
@@ -193,58 +189,13 @@ def _slot(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> RunIdentity:
-    """Return what decides what a weight means, and where the training ends. `first_weights` are added later."""
-    model = architecture.of_function
-    shared = {
-        "seed": config.training.seed,
-        "names and shapes": [digest_of_shapes(table_of(architecture).exported_shapes)],
-        "model": model,
-    }
-    own = config.shared()
-    own["model"] |= asdict(architecture)
-    own["model"] = {
-        name: value for name, value in own["model"].items() if name not in {*model, "padded_vocab_size"}
-    }
-    del own["training"]["seed"]  # which attach knows, too
-    own |= {
-        "tokenizer": tokenizer.digest,
-        "chat template": tokenizer.chat_template.digest
-        if isinstance(config.data.source, RecordSource)
-        else None,
-    }
-    return RunIdentity(shared, "trainer", own, config.replica_batch)
-
-
-def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
-    """Return a digest of the pretrained weights, whatever their files and precision; None where there are none.
-
-    Reads all of them. Raises UserError as `PretrainedWeights` does.
-    """
-    if config.training.pretrained is None:
-        return None
-    tensors, total = table_of(architecture).exported(), 0
-    with PretrainedWeights(Path(config.training.pretrained), architecture) as weights:
-        for row in table_of(architecture):
-            parts = row.to_hf(weights(row.name)) if row.same_as is None else {}
-            for name, tensor in parts.items():
-                bits = tensor.float().contiguous().view(-1).numpy().view(np.uint32)
-                total += fingerprint(bits, Block(0, tensors[name], *tensors[name].whole))
-    return digest_of("", total)
-
-
 def network_for(config: RunConfig) -> Network:
     """Return how a job of this config reaches the others, for a program that is none. Raises as `prepare` does."""
     before_engines()
     tokenizer, architecture = check_start(config)
     first = first_weights(config, architecture)
-    alike = with_first_weights(_alike(config, tokenizer, architecture), first)
-    return network_of(config.federation, config.noloco, alike)
-
-
-def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
-    """Return what jobs must have alike, with the digest that `first_weights` returns."""
-    return alike._replace(shared={**alike.shared, "first weights": [digest]})
+    identity = with_first_weights(identity_of(config, tokenizer, architecture), first)
+    return network_of(config.federation, config.noloco, identity)
 
 
 def folder_of_job(config: RunConfig, slot: int) -> Path:

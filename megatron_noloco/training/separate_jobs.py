@@ -20,7 +20,8 @@ from megatron_noloco.monitor.numbers import Row
 from megatron_noloco.monitor.writers import OTHERS
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.following import keep_addresses, keep_rows
-from megatron_noloco.training.prepare import Prepared, with_first_weights
+from megatron_noloco.training.identity import with_first_weights
+from megatron_noloco.training.prepare import Prepared
 
 
 class StoppedAtStartError(Exception):

@@ -43,10 +43,10 @@ from megatron_noloco.job.world import (
 from megatron_noloco.outer.health import Health
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.training.identity import first_weights
 from megatron_noloco.training.prepare import (
     Joined,
     Prepared,
-    first_weights,
     folder_of_job,
     prepare,
     read_data,

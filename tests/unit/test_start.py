@@ -21,7 +21,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training import outputs
-from megatron_noloco.training.prepare import _alike, _check_load, check_start
+from megatron_noloco.training.identity import identity_of
+from megatron_noloco.training.prepare import _check_load, check_start
 from megatron_noloco.training.start import _first_weights, check_ranks, checkpoint_settings
 from tests.unit.configs import config
 from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
@@ -290,7 +291,7 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
     def alike(changes: dict[str, Any]) -> dict[str, str]:
         changes = changes | {"model": CONFIG["model"] | changes.get("model", {})}
         config = RunConfig(**CONFIG | {"training": {"train_iters": 5}} | changes)
-        return _alike(config, ByteTokenizer(), config.architecture(257)).digests
+        return identity_of(config, ByteTokenizer(), config.architecture(257)).digests
 
     assert differences(alike({}), alike(changes)) == named
 
