@@ -14,18 +14,12 @@ shift 2
 check_config "$config" $((ranks * ${NNODES:-1}))
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
-# Else torchrun sets one thread for each process; rounds compute on the host, also beside GPUs.
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-    OMP_NUM_THREADS=$(($(nproc) / ranks))
-    if [ "$OMP_NUM_THREADS" = 0 ]; then OMP_NUM_THREADS=1; fi
-    export OMP_NUM_THREADS
-fi
 if [ "${NNODES:-1}" -gt 1 ]; then
     where="--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint ${RENDEZVOUS:?set it to HOST:PORT of one host}"
 else
     where=--standalone
 fi
-# job.torchrun is torchrun with the exit code of the ranks: on SIGTERM they finish their step, save and end the job with
+# job.torchrun is torchrun with the exit code of the ranks, which divide the cores: on SIGTERM they finish their step, save and end the job with
 # 0. A second one ends it at once.
 ask_job() { kill -TERM "$job"; }
 end_job() { kill -QUIT "$job"; kill -TERM "$job"; } # QUIT, which shells have it ignore, is lost until its imports are done

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from typing import Any
 
 from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
@@ -56,11 +55,9 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     from megatron_noloco.config import Known, describe, load_config, resolve
 
     config = load_config(path)
-    world_size = config.world_size if world_size is None else world_size
-    topology = None if world_size is None else config.topology(world_size)
-    by_recipe = dict[str, Any]()
-    if topology is not None:
-        config, by_recipe = resolve(config, topology.total_replicas)
+    ranks = config.world_size if world_size is None else world_size
+    topology = config.smallest_topology() if ranks is None else config.topology(ranks)
+    config, by_recipe = resolve(config, topology.total_replicas)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.preflight.short_run import dry_run
@@ -70,13 +67,14 @@ def _check(path: str, world_size: int | None, dry: bool) -> None:
     problem = None
     try:
         tokenizer, architecture = check_start(config)
-        check_data(config, topology, tokenizer, architecture)
+        check_data(config, None if ranks is None else topology, tokenizer, architecture)
         say(f"{path}: ok")
     except UserError as error:
         problem = error
     say(*describe(Known(config, topology, architecture, by_recipe)))
-    if topology is None:
-        say('parallel.replicas is "auto": --world-size N shows the rest of the run')
+    if ranks is None:
+        replicas = topology.replicas
+        say(f'parallel.replicas is "auto": this is for {replicas} replicas; --world-size N is for N ranks')
     if problem is not None:
         raise problem
     if dry:

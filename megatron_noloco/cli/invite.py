@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_noloco.cli.options import Commands, add_command, add_data, duration, say
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, writing
+from megatron_noloco.job.launcher import STARTS_AGAIN, trainer
 from megatron_noloco.job.leaving import FAILURE
 
 _STDIN = "-"
@@ -65,7 +66,7 @@ def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preflight.invitation import LONGEST_LINE, line_of, text_of
+    from megatron_noloco.preflight.invitation import text_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import join_options, write_private
     from megatron_noloco.training.prepare import network_for
@@ -83,19 +84,11 @@ def _invite(args: argparse.Namespace) -> int:
         write_private(path, text_of(invitation))
     options = join_options(config, invitation.needs)
     paths = " The paths are those of this machine: give those of the other." * bool(options)
-    commands = [shlex.join(["megatron-noloco", "join", path.name, *options])]
-    if len(line := line_of(invitation)) <= LONGEST_LINE:  # `echo` is in no list of processes
-        commands.append(f"echo {line} | {shlex.join(['megatron-noloco', 'join', _STDIN, *options])}")
-    which = (
-        "the first command below (or the second, which needs no file)"
-        if commands[1:]
-        else "the command below"
-    )
     sys.stderr.write(
-        f"Copy {path} to the other machine, as you would copy a key, and run there {which}; until {until} that "
-        f"machine can be replica {invitation.slot}.{paths}\n"
+        f"Copy {path} to the other machine, as you would copy a key, and run there the command below; until "
+        f"{until} that machine can be replica {invitation.slot}.{paths}\n"
     )
-    say(*commands)
+    say(shlex.join(["megatron-noloco", "join", path.name, *options]))
     return 0
 
 
@@ -127,18 +120,19 @@ def _join(args: argparse.Namespace) -> int:
     )
     if invitation.folder.startswith("file://"):
         say(f"The jobs meet in {outside(invitation.folder)}, which is the same folder on each machine")
-    start = ["megatron-noloco", "train", str(path)]
+    start = shlex.join(["megatron-noloco", "train", str(path)])
     ready, lines = newcomer.looked_at(path)
     say(*lines, "")
     if args.no_start:
-        say(f"Start it with: {shlex.join(start)}")
+        say(f"Start it with: {start}")
         return 0
     if not ready:
-        say(f"Not started: first mend the problem above. Then start it with: {shlex.join(start)}")
+        say(f"Not started: first mend the problem above. Then start it with: {start}")
         return FAILURE
-    say(f"Starting it; later: {shlex.join(start)}")
+    say(f"Starting it; later: {start}")
+    os.environ[STARTS_AGAIN] = f"`{start}`"
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "megatron_noloco", *start[1:]])
+    os.execv(sys.executable, [*trainer(), str(path)])
 
 
 def _text_of(name: str) -> str:
@@ -146,7 +140,7 @@ def _text_of(name: str) -> str:
     from megatron_noloco.preflight.invitation import MOST_BYTES
 
     if name == _STDIN:
-        return sys.stdin.read(MOST_BYTES)
+        return sys.stdin.buffer.read(MOST_BYTES).decode(errors="replace")
     try:
         with open(name, errors="replace") as file:
             return file.read(MOST_BYTES)

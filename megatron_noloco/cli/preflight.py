@@ -88,7 +88,7 @@ def _plan(args: argparse.Namespace) -> int:
         config = config.replace(parallel=config.parallel.replace(replicas="auto"))
     ranks = config.world_size if args.gpus is None else args.gpus
     with prefix_errors_with(args.config):
-        topology = planning.smallest_layout(config) if ranks is None else config.topology(ranks)
+        topology = config.smallest_topology() if ranks is None else config.topology(ranks)
         config = resolve(config, topology.total_replicas).config
         architecture = planning.architecture_of_run(config)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)

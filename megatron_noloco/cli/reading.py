@@ -50,7 +50,7 @@ def _watch(args: argparse.Namespace) -> int:
     if args.once:
         terminal.print(run_table(run))
         return 0
-    following = Following(args.folder, run.facts.get("config", {}))
+    following = Following(args.folder)
     try:
         with Live(run_table(run, lines=terminal.height), console=terminal, auto_refresh=False) as live:
             while True:

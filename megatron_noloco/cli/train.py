@@ -10,7 +10,7 @@ from megatron_noloco.cli.exit_codes import LostError, StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job import activity
 from megatron_noloco.job.lasting_output import lasting_output
-from megatron_noloco.job.launcher import may_be_first, read_world
+from megatron_noloco.job.launcher import may_be_first, read_world, trainer
 from megatron_noloco.job.leaving import FAILURE, lost_connection
 from megatron_noloco.job.run_folder import FolderLostError
 from megatron_noloco.job.start_up import importing
@@ -100,13 +100,8 @@ def _start_ranks(config: "RunConfig", args: argparse.Namespace) -> None:
         import torch
     if 0 < torch.cuda.device_count() < ranks:
         return
-    # Else torchrun sets one thread for each process; rounds compute on the host, also beside GPUs.
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    launcher = ["megatron_noloco.job.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    options = ["--progress", args.progress]
+    command = [*trainer(ranks), args.config or args.named, "--progress", args.progress]
     if args.replica is not None:
-        options += ["--replica", str(args.replica)]
-    command = ["-m", *launcher, "megatron_noloco", "train", args.config or args.named, *options]
+        command += ["--replica", str(args.replica)]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])
+    os.execv(command[0], command)

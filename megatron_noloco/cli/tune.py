@@ -39,7 +39,7 @@ def add_commands(commands: Commands) -> None:
 
 def _tune(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
-    from megatron_noloco.preflight.short_run import trainer
+    from megatron_noloco.job.launcher import trainer
     from megatron_noloco.preflight.trials import Trials
 
     config = load_config(args.config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
-from megatron_noloco.fields import Path, Scope, dotted, scope_of
+from megatron_noloco.fields import Path, Scope, count, dotted, scope_of
 
 _HERE = ("data", "text"), STANDARD_LIBRARY  # every machine has it
 
@@ -32,9 +32,12 @@ def divided(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return agreed, left_out
 
 
-def names_in(config: dict[str, Any]) -> list[str]:
-    """Return the dotted names of all fields of a config."""
-    return [dotted(path) for path, _ in _leaves(config)]
+def in_words(config: dict[str, Any]) -> str:
+    """Return what a config has, in words: "train_batch_size, optimizer (3 fields), model (9 fields)"."""
+    numbers = {name: len([*_leaves(value)]) for name, value in config.items() if isinstance(value, dict)}
+    return ", ".join(
+        f"{name} ({count(numbers[name], 'field')})" if name in numbers else name for name in config
+    )
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -38,7 +38,7 @@ from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, federation_problems, groups_problem
+from megatron_noloco.settings import MOST_SLOTS, FederationSettings, federation_problems, groups_problem
 
 
 class RunConfig(DeepSpeedConfig):
@@ -146,6 +146,16 @@ class RunConfig(DeepSpeedConfig):
         if problem := groups_problem(self.noloco, topology.total_replicas):
             raise UserError(f"noloco.{problem}")
         return topology
+
+    def smallest_topology(self) -> Topology:
+        """Return the layout of the fewest replicas, from 2 on, that the method can have. Raises UserError."""
+        problem = UserError("")
+        for replicas in range(2, MOST_SLOTS + 1):
+            try:
+                return self.topology(replicas * self.parallel.replica_size)
+            except UserError as error:
+                problem = error
+        raise problem
 
     def routing(self, topology: Topology) -> Routing:
         """Return the plan of routes; `active` says whether any microbatch leaves its replica."""

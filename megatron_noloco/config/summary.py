@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.rates import rates_in_words
 from megatron_noloco.config.round_memory import outer_vectors, rounds_at_a_time
@@ -25,22 +26,16 @@ class Known:
     """What is known of a run when it is described.
 
     Attributes:
-        layout: None while the number of replicas is not known.
         architecture: None while the tokenizer, and so the vocabulary, is not known.
         by_recipe: see `Resolved`.
         data: summary of data that have been read; "" before.
     """
 
     config: RunConfig
-    layout: Topology | None
+    topology: Topology
     architecture: Architecture | None = None
     by_recipe: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
-
-    @property
-    def topology(self) -> Topology:
-        assert self.layout is not None
-        return self.layout
 
     @property
     def replicas(self) -> int | None:
@@ -59,8 +54,7 @@ def describe(run: Known) -> list[str]:
 
 def facts_in_words(run: Known) -> dict[str, str]:
     """Return what is known of a run, by label; `run.json` keeps it. Rates may have several lines."""
-    labels = FACTS if run.layout is not None else OF_FILE
-    return {label: text for label in labels if (text := FACTS[label](run))}
+    return {label: text for label, fact in FACTS.items() if (text := fact(run))}
 
 
 def _layout(run: Known) -> str:
@@ -240,8 +234,7 @@ def _parameters(run: Known) -> str:
 
 
 def _data(run: Known) -> str:
-    names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
-    given = {name: getattr(run.config.data, name) for name in names}
+    given = {name: getattr(run.config.data, name) for name in SOURCES}
     named = (f"{name} {_setting(value)}" for name, value in given.items() if value is not None)
     return run.data or ", ".join(named)
 
@@ -287,8 +280,3 @@ FACTS: dict[str, Callable[[Known], str]] = {
     "tokenizer": _tokenizer,
     "length": _length,
 }
-# What does not depend on the number of replicas.
-OF_FILE = (
-    *("batch per replica", "optimizer", "schedule", "rates", "precision", "fragments", "checkpoints"),
-    *("parameters", "data", "tokenizer"),
-)

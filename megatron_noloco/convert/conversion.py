@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.data_block import SOURCES
+from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.load import read_content
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.convert.draft import Draft
 from megatron_noloco.convert.given import Setting, read
 from megatron_noloco.convert.sizes import settle_model
 from megatron_noloco.convert.units import (
-    MICRO,
-    STEPS,
     settle_batch,
     settle_data,
     settle_intervals,
@@ -25,9 +25,7 @@ from megatron_noloco.convert.units import (
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
 
-_SOURCES = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
 _PRECISION = ("bf16", "fp16")
-_BATCH = ("train_batch_size", MICRO, STEPS)
 
 
 class Conversion(NamedTuple):
@@ -103,10 +101,10 @@ def _merged(draft: Draft, rest: dict[str, Any]) -> dict[str, Any]:
     blocks = {name.partition(".")[0] for name in fields}
     replaced = blocks & {"optimizer", "scheduler"}
     replaced |= {"model"} & blocks if "model.num_layers" in fields else set()
-    replaced |= {*_BATCH} if MICRO in fields else set()
+    replaced |= {TRAIN, MICRO, STEPS} if MICRO in fields else set()
     replaced |= {*_PRECISION} if blocks & {*_PRECISION} else set()
     content = {name: value for name, value in rest.items() if name not in replaced}
-    outdated = set(_SOURCES) if any(f"data.{name}" in fields for name in _SOURCES) else set()
+    outdated = set(SOURCES) if any(f"data.{name}" in fields for name in SOURCES) else set()
     outdated |= {"tokenizer_type"} if "data.tokenizer_model" in fields else set()
     if outdated and "data" in content:
         content["data"] = {name: value for name, value in content["data"].items() if name not in outdated}
@@ -211,5 +209,7 @@ def account_lines(conversion: Conversion) -> Iterator[str]:
     if conversion.defaults:
         yield f"by default there, and so written here: {named(conversion.defaults)}"
     replicas = conversion.content.get("parallel", {}).get("replicas", 1)
-    if replicas != 1:
+    if replicas == 1:
+        yield "parallel.replicas 1: no other replica to average with; more ranks make more (--world-size)"
+    else:
         yield f"parallel.replicas {replicas}: a step has a part of the batch; search its learning rate with tune"

@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from megatron_noloco.config.deepspeed_block import AUTO
 from megatron_noloco.config.programs import DEEPSPEED, HUGGING_FACE, Carried, Facts, Meaningless, NoEqual
 from megatron_noloco.convert.given import Setting, Unread
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import shown
 
-AUTO = "auto"
 _MODEL = ("model.", "facts.activation", "facts.normalization", "facts.biases", "facts.position")
 
 
@@ -31,7 +31,13 @@ class Draft:
         self.why: dict[Setting, str] = {}
         self.advice: dict[Setting, str] = {}
         self._becomes: dict[str, list[str]] = {}  # of a field of Facts: the fields that follow from it
+        self._left = dict[str, list[str]]()  # by file: settings that the TrainingArguments fill in
         problems = [line for setting, value in settings.items() for line in self._take(setting, value)]
+        for file, names in self._left.items():
+            problems.append(
+                f'{file}: "auto" is filled in from Hugging Face\'s TrainingArguments; give their file as well, or '
+                f"values ({', '.join(dict.fromkeys(names))})"
+            )
         if problems:
             raise UserError("\n".join(problems))
         self._add_defaults()
@@ -122,10 +128,7 @@ class Draft:
             elif field.startswith("zero_optimization."):
                 self.why[setting] = '"auto" is the default'
             else:
-                yield (
-                    f'{setting.where}: "auto" is filled in from Hugging Face\'s TrainingArguments; give their '
-                    "file as well, or a value"
-                )
+                self._left.setdefault(setting.file, []).append(setting.name)
             return
         others = self.sources.setdefault(field, [])
         if others and self.fields[field] != value:

@@ -62,6 +62,7 @@ class Script:
         self._unread: list[str] = []
         # Of each condition, loop or function around: whether its lines are run; None: not known
         self._branches: list[bool | None] = []
+        self._tests = False  # whether a condition has begun, whose lines have not
         self._read()
 
     def why_unread(self, word: str) -> str:
@@ -101,32 +102,34 @@ class Script:
 
     def _read(self) -> None:
         """Divide the text into words and commands."""
-        place, line, conditional = 0, 1, False
+        place, line, joined = 0, 1, ""  # with "&&" or "||" to the command before
         words, current, array_name = list[str](), None, ""
         while found := _TOKEN.match(self._text, place):
             kind, place = found.lastgroup or "", found.end()
             if kind == "comment" and current is not None:
                 kind, place = "plain", found.start() + 1
+            if kind == "bracket" and self._tests:  # of conditions, which are read from left to right
+                self._branches[-1], self._tests = None, False
             if kind in ("space", "end", "redirect", "comment", "bracket"):
                 if kind == "bracket" and found[0] == "(" and current is not None and current.endswith("="):
-                    self._carry_out(words, line, conditional)
+                    self._carry_out(words, line, joined)
                     words, current, array_name = [], None, f"{current}("
                     continue
                 words += [] if current is None else [current]
                 current = None
                 if found[0] == ")" and array_name:
-                    self._assign(array_name, _divided(words), line, conditional)
+                    self._assign(array_name, _divided(words), line, joined)
                     words, array_name = [], ""
                 elif kind == "end" and not array_name:
-                    self._carry_out(words, line, conditional)
-                    words, conditional = [], found[0] in ("&&", "||")
+                    self._carry_out(words, line, joined)
+                    words, joined = [], found[0] if found[0] in ("&&", "||") else ""
             else:
                 piece = self._text[found.start()] if kind == "plain" else self._piece(found, line)
                 current = (current or "") + (piece or _EMPTY * (kind in ("single", "double")))
             line += found[0].count("\n") if kind != "plain" else 0
         if place < len(self._text):
             raise UserError(f"line {line}: a quote begins here and does not end")
-        self._carry_out([*words, *([] if current is None else [current])], line, conditional)
+        self._carry_out([*words, *([] if current is None else [current])], line, joined)
 
     def _piece(self, found: re.Match[str], line: int) -> str:
         """Return a part of a word, outside of double quotes or inside."""
@@ -162,23 +165,24 @@ class Script:
         self._unread.append(f"line {line}: {what} {why}; {advice}")
         return f"\ue000{len(self._unread) - 1}\ue001"
 
-    def _carry_out(self, words: list[str], line: int, conditional: bool) -> None:
+    def _carry_out(self, words: list[str], line: int, joined: str) -> None:
         """Carry out the assignments at the beginning of a command, and keep its other words."""
-        if conditional and words and words[0] in ("[", "[[") and self._branches:
-            self._branches[-1] = None  # a condition of several parts
+        if joined and self._tests:
+            self._branches[-1] = _both(self._branches[-1], joined, self._holds(words))
         while words and words[0] in (*_OPENING, *_CLOSING, *_BETWEEN, *_BEFORE):
             self._enter(words)
             words = words[1:]
         if False in self._branches:
             return
         while words and (found := _ASSIGNMENT.fullmatch(words[0])):
-            self._assign(words[0], [found[3].replace(_BREAK, " ").replace(_EMPTY, "")], line, conditional)
+            self._assign(words[0], [found[3].replace(_BREAK, " ").replace(_EMPTY, "")], line, joined)
             words = words[1:]
         if words:
             self._commands.append(_divided(words))
 
     def _enter(self, words: list[str]) -> None:
         """Note where a condition, its branches, a loop or a function begin and end."""
+        self._tests = words[0] == "if"
         if words[0] in _OPENING:
             self._branches.append(self._holds(words[1:]) if words[0] == "if" else None)
         elif words[0] in _CLOSING and self._branches:
@@ -187,6 +191,7 @@ class Script:
             before = self._branches[-1]
             holds = self._holds(words[1:]) if words[0] == "elif" else True
             self._branches[-1] = False if before else None if before is None else holds
+            self._tests = words[0] == "elif" and before is False
 
     def _holds(self, words: list[str]) -> bool | None:
         """Return whether a test of one comparison holds; None: not known."""
@@ -203,16 +208,24 @@ class Script:
                 return bool(_COMPARISONS[test](int(left), int(right)))
         return None
 
-    def _assign(self, assignment: str, value: list[str], line: int, conditional: bool) -> None:
+    def _assign(self, assignment: str, value: list[str], line: int, joined: str) -> None:
         found = _ASSIGNMENT.fullmatch(assignment)
         assert found is not None
         if False in self._branches:
             return
-        if conditional or None in self._branches:
+        if joined or None in self._branches:
             value = [self._mark(line, f"the value of {found[1]}", _DEPENDS)]
         before = self._variables.get(found[1], []) if found[2] else []
         is_text = not found[3].startswith("(") and len(before) == len(value) == 1
         self._variables[found[1]] = [before[0] + value[0]] if is_text else [*before, *value]
+
+
+def _both(first: bool | None, operator: str, second: bool | None) -> bool | None:
+    """Return whether two conditions hold that "&&" or "||" joins; None: not known."""
+    decides = operator == "||"
+    if decides in (first, second):
+        return decides
+    return None if None in (first, second) else not decides
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -6,10 +6,10 @@ Each function puts the fields of one subject. Raises UserError, in one line.
 import math
 from collections.abc import Iterable
 
+from megatron_noloco.config.deepspeed_block import MICRO, STEPS
 from megatron_noloco.convert.draft import Draft
 from megatron_noloco.errors import UserError
 
-MICRO, STEPS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SCHEDULE = ("warmup_steps", "warmup_share", "warmup_samples", "warmup_tokens")
 _HORIZON = ("schedule_steps", "schedule_samples", "schedule_tokens")
 _DECAY = ("decay_steps", "decay_samples", "decay_share", "decay_type")

@@ -24,11 +24,13 @@ class RunIdentity(NamedTuple):
         shared: what every job knows.
         kind: of the job.
         own: what only jobs of its kind know.
+        batch: samples of its replica in a local step, in which jobs may differ; 0: not known.
     """
 
     shared: Mapping[str, Any]
     kind: str = ""
     own: Mapping[str, Any] = {}
+    batch: int = 0
 
     @property
     def digests(self) -> dict[str, str]:

@@ -90,7 +90,7 @@ class PeerStatus:
         addresses: where others dial it, "HOST:PORT"; none: nobody can.
         hidden: whether two replicas of which this holds cannot exchange.
         site: the name of where it is; "" if its job gives no name.
-        kind, digests: see `compatibility.RunIdentity`.
+        kind, digests, batch: see `compatibility.RunIdentity`.
         reaches: at its end: the slots with which it can exchange.
         mean: of the mean at the end.
         rows: its newest rows of metrics, numbered.
@@ -108,6 +108,7 @@ class PeerStatus:
     site: Text = ""
     kind: Text = ""
     digests: Annotated[dict[Text, Text], Field(max_length=64)] = field(default_factory=dict)
+    batch: Number = 0
     reaches: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     mean: FinalStatus = FinalStatus()
     rows: Annotated[list[tuple[Number, Row]], Field(max_length=_MOST_ROWS)] = field(default_factory=list)
@@ -288,8 +289,18 @@ class Members:
             parsed = None
         self._parsed[member] = status, parsed
         if parsed is not None:
+            self._compare_batches(member, parsed)
             self._take_rows(member, parsed)
         return parsed
+
+    def _compare_batches(self, member: Member, status: PeerStatus) -> None:
+        """Say that the batches differ: few want that, and no number of a run shows it."""
+        own, theirs = self.status.batch, status.batch
+        if own and theirs and own != theirs:
+            self.warn(
+                f"replica {member.slot} has {theirs} samples in a local step, this replica {own}; in a mean both "
+                "count the same"
+            )
 
     def _take_rows(self, member: Member, status: PeerStatus) -> None:
         with self._lock:

@@ -205,5 +205,10 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ru
         folder,
         listen,
         place_to_advertise(federation.advertise, listen),
-        PeerStatus(site=federation.site or "", kind=alike.kind, digests=digests_of(alike.own)),
+        PeerStatus(
+            site=federation.site or "",
+            kind=alike.kind,
+            digests=digests_of(alike.own),
+            batch=alike.batch,
+        ),
     )

@@ -47,6 +47,9 @@ _OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_C
 _HYDRA = _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # MPICH and Intel MPI
 _SLURM = _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAST_PORT = 65535
+STARTS_AGAIN = (
+    "NOLOCO_STARTS_AGAIN"  # the variable in which `join` gives a job the command that starts it again
+)
 # Launcher, its variables, and those whose presence identifies it. Launchers nest (srun starts mpirun's daemons,
 # mpirun may start torchrun), so the order is from the innermost to the outermost.
 _LAUNCHERS: tuple[tuple[Launcher, _Names, tuple[str, ...]], ...] = (
@@ -114,6 +117,17 @@ def _check_torch(world: World, names: _Names, environ: Environ) -> None:
                 f"environment: {theirs}={environ[theirs]} but {ours}={value} under {world.launcher}; "
                 f"unset {theirs} (it is set for you)"
             )
+
+
+def trainer(ranks: int = 1) -> list[str]:
+    """Return the command that starts so many ranks of the trainer on this host; arguments of `train` follow it."""
+    launcher = ["megatron_noloco.job.torchrun", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    return [sys.executable, "-m", *launcher * (ranks > 1), "megatron_noloco", "train"]
+
+
+def same_command(environ: Environ) -> str:
+    """Return the command that starts a job again, in words; after `join` it is not the one that the user gave."""
+    return environ.get(STARTS_AGAIN, "the same command")
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_noloco.files import outside, write_text, writing
 from megatron_noloco.job.activity import now
+from megatron_noloco.job.launcher import same_command
 
 _LEAVE = " leave"
 _occupied: dict[Path, int] = {}  # files `running` by the process that locked them: a forked child has not
@@ -87,7 +88,8 @@ class OccupiedFolder:
             if self._identity() != self._file:
                 raise FolderLostError(
                     f"{self._path.parent}: was renamed or removed while this job wrote there, so the job ends and "
-                    "saves nothing more; under the old name the same command continues from the last checkpoint"
+                    f"saves nothing more; under the old name {same_command(os.environ)} continues from the last "
+                    "checkpoint"
                 )
 
     def _identity(self) -> tuple[int, int] | None:

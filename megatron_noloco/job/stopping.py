@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron_noloco.job import agreement, leaving
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.launcher import spared_by_nohup, tell_launch_script
+from megatron_noloco.job.launcher import same_command, spared_by_nohup, tell_launch_script
 from megatron_noloco.job.run_folder import asks_to_leave, stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -217,7 +217,8 @@ class Stopping:
         exit_code = leaving.fail(
             f"asked to stop ({self._asked or self.reason}), but for {_PATIENCE_SECONDS:.0f} s a rank has not said "
             "how many local steps it has begun: it stands still, or its host is lost, and nothing can be saved "
-            f"without it; the same command continues from the last checkpoint ({now.who} was {now.state})",
+            f"without it; {same_command(os.environ)} continues from the last checkpoint "
+            f"({now.who} was {now.state})",
             leaving.FAILURE,
         )
         leaving.keep_serving_store()

@@ -1,5 +1,7 @@
 """Runs torchrun with the exit code of its ranks: `python -m megatron_noloco.job.torchrun TORCHRUN_OPTIONS`.
 
+The ranks divide the cores of their host: torchrun gives each a single thread, and rounds compute on the host.
+
 torchrun itself exits with 1 and a long report, however its ranks ended. Here the exit code is that of the rank
 that failed first, which has written the reason. After one SIGTERM, SIGHUP or Ctrl-C the ranks save and leave with
 exit code 0.
@@ -14,7 +16,7 @@ from types import FrameType
 
 import psutil
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from torch.distributed.run import determine_local_world_size, main, parse_args
 
 from megatron_noloco.job.launcher import spared_by_nohup
 
@@ -32,6 +34,8 @@ def run(arguments: list[str]) -> int:
     # A rank that fails has written the reason; one that is killed is named below.
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    ranks = determine_local_world_size(parse_args(arguments).nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     try:
         with ThreadPoolExecutor(1) as other_thread:
             running = other_thread.submit(main, arguments)

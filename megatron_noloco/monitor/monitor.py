@@ -14,6 +14,7 @@ from megatron_noloco.files import outside
 from megatron_noloco.monitor.console import Console
 from megatron_noloco.monitor.evaluation import Evaluation
 from megatron_noloco.monitor.metrics import Metrics, Record
+from megatron_noloco.monitor.numbers import ONE_MODEL
 from megatron_noloco.outer import RoundReport
 from megatron_noloco.outer.peers import Average, Boundary
 from megatron_noloco.plans.sample_order import BatchPlan
@@ -105,6 +106,7 @@ class Monitor:
             sum(report.pause_seconds for report in reports),
         )
         if self.throughput.replicas != 1:  # else no round has a partner
+            self.metrics.record("total/rounds", 0)  # so that each row has the total
             for report in reports:
                 self._round(report)
 
@@ -113,6 +115,8 @@ class Monitor:
         in_exchanges = sum(report.seconds for report in average.reports)
         self._exchanged(sum(report.bytes_sent for report in average.reports), in_exchanges)
         self._interval_started += average.seconds - in_exchanges
+        if average.replicas:
+            self.metrics.record(ONE_MODEL, sorted(average.replicas))
         self.say(*average.lines)
 
     def boundary(self, boundary: Boundary) -> None:

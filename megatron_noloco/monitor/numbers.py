@@ -33,6 +33,7 @@ Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of n
 
 # The charts of `report` that show numbers of the table; `plots` draws them.
 LOSS, SPREAD, TIME, BYTES = "Loss", "Spread", "Where the time goes", "Bytes"
+ONE_MODEL = "final/replicas"
 _NOTABLE_DATA_WAIT = 0.01  # share of the step's time from which the log line has it
 
 
@@ -198,6 +199,8 @@ _NUMBERS = (  # in the order of the log line, of `watch` and of the documentatio
            "elements in blocks that did not fit the integers, and were sent with more bits"),
     Number("round/missed", LAST, str, "why the round was skipped", holds=is_text),
     Number("round/deadline_seconds", LAST, f.whole, "in a federation: how long a partner would be waited for"),
+    Number(ONE_MODEL, LAST, f.partners, "in a federation: the replicas that have the final model",
+           holds=_are_replicas),
     Number("handover/giver", LAST, str, "in a federation: the replica whose state was taken over"),
     Number("total/sent_bytes", TOTAL, f.megabytes, "sent in exchanges", chart=BYTES, label="exchanges"),
     Number("total/routed_bytes", TOTAL, f.megabytes, "sent along routes", chart=BYTES, label="routed activations"),

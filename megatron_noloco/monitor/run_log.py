@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.monitor.numbers import TABLE, Row, is_count, is_text
+from megatron_noloco.monitor.numbers import ONE_MODEL, TABLE, Row, is_count, is_text
 from megatron_noloco.monitor.writers import METRICS, OTHERS, parsed, read_row
 
 RUN_FACTS = ("parallel", "batch in total", "method", "optimizer", "schedule")  # facts in words
@@ -179,6 +179,12 @@ class RunLog:
         self.replicas = sorted(logs, key=lambda log: (len(log.replica), log.replica))
         for log in self.replicas:
             log.update()
+
+    def step_of(self, log: ReplicaLog) -> int:
+        """Return the local steps of a replica. Its last rows may not have come: those of others name the end."""
+        rows = [other.newest("step") for other in self.replicas]
+        ends = (row["step"] for row in rows if int(log.replica) in row.get(ONE_MODEL, []))
+        return max([log.newest("step").get("step", 0), *ends])
 
     @property
     def separate_jobs(self) -> bool:

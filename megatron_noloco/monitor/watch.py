@@ -36,7 +36,7 @@ def run_table(run: RunLog, now: float | None = None, lines: int | None = None) -
         below.insert(0, f"replicas {replicas[0].replica} to {replicas[-1].replica} of {len(run.replicas)}")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ["replica", "step", *(number.column for number in TABLE.values() if number.column), "age"]
-    columns = zip(headings, *(_cells(log, now) for log in replicas), strict=True)
+    columns = zip(headings, *(_cells(run, log, now) for log in replicas), strict=True)
     shown = [column for column in columns if any(column[1:])]
     for heading, *_ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -58,10 +58,10 @@ def _fitting(notes: Sequence[str], lines: int | None) -> Sequence[str]:
     )
 
 
-def _cells(log: ReplicaLog, now: float) -> list[str]:
+def _cells(run: RunLog, log: ReplicaLog, now: float) -> list[str]:
     round_ = {name: value for name, value in log.counts.latest.items() if name.startswith("round/")}
     newest = {**round_, **log.newest("evaluation"), **log.newest("step")}
-    step = str(log.newest("step").get("step", ""))
+    step = str(run.step_of(log) or "")
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [
         log.replica,
@@ -90,8 +90,8 @@ def _quiet_seconds(run: RunLog) -> float:
 
 
 def _progress(run: RunLog, now: float) -> str:
-    latest = [row for log in _there(run) if (row := log.newest("step"))]
-    steps, total = [row["step"] for row in latest] or [0], run.facts.get("steps", 0)
+    there = [log for log in _there(run) if log.newest("step")]
+    steps, total = list(map(run.step_of, there)) or [0], run.facts.get("steps", 0)
     done = min(steps)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     since = max(0.0, now - _written(run))
@@ -100,10 +100,10 @@ def _progress(run: RunLog, now: float) -> str:
         # By the furthest, since last rows of other jobs may not have come.
         state = "ended" if 0 < total <= max(steps) else "no job is under way"
         return f"{text}; {state}, last written {figures.duration(since)} ago"
-    if latest and since > _quiet_seconds(run):  # on another host
+    if there and since > _quiet_seconds(run):  # on another host
         return f"{text}; nothing written for {figures.duration(since)}, so it may have ended"
-    if done < total and latest:
-        slowest = max(row["speed/seconds_per_step"] for row in latest)
+    if done < total and there:
+        slowest = max(log.newest("step")["speed/seconds_per_step"] for log in there)
         text += f", {figures.duration((total - done) * slowest)} of training left"
     return text
 

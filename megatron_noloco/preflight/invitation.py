@@ -1,7 +1,7 @@
 """An invitation: a file with which one more machine joins a federation.
 
-It is JSON, or the same as a line to paste: a member file (see `keys`), where the other members are, the tokenizer,
-and what the config of the new member needs. The slots that were given away are in a record beside the key file,
+It is JSON: a member file (see `keys`), where the other members are, the tokenizer, and what the config of the new
+member needs. The slots that were given away are in a record beside the key file,
 until their invitations end.
 """
 
@@ -10,7 +10,6 @@ import fcntl
 import json
 import re
 import time
-import zlib
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,8 +28,6 @@ from megatron_noloco.settings import MOST_SLOTS
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 MOST_BYTES = 2**26
-LONGEST_LINE = 4000  # characters that every terminal takes; a tokenizer is longer
-_LINE = "noloco-"  # what a line begins with
 _TOKENIZER_FILE = (
     r"^(?:(tokenizer|tokenizer_config)\.json|read_by_transformers|"
     r"(additional_chat_templates/[A-Za-z0-9_-][A-Za-z0-9_.-]*|chat_template)\.jinja)$"
@@ -98,28 +95,13 @@ def text_of(invitation: Invitation) -> str:
     return json.dumps({"megatron_noloco": __version__} | asdict(invitation), indent=1) + "\n"
 
 
-def line_of(invitation: Invitation) -> str:
-    """Return the same as one line."""
-    return _LINE + base64.urlsafe_b64encode(zlib.compress(text_of(invitation).encode(), 9)).decode()
-
-
-def _unpacked(line: str) -> str:
-    """Return the content of the file that is this line. Raises ValueError."""
-    packed = base64.b64decode(line.removeprefix(_LINE), b"-_", validate=True)
-    try:
-        return zlib.decompressobj().decompress(packed, MOST_BYTES).decode()
-    except zlib.error as error:
-        raise ValueError(error) from None
-
-
 def invitation_in(text: str) -> Invitation:
     """Return the invitation in a text. Raises UserError for another text, or that of another version."""
     try:
-        content = object_in(_unpacked(text.strip()) if text.lstrip().startswith(_LINE) else text)
+        content = object_in(text)
     except ValueError:
         raise UserError(
-            "join: this is no invitation, or a part of it is missing: give the file, or the line, of "
-            "`megatron-noloco invite`"
+            "join: this is no invitation, or a part of it is missing: give the file of `megatron-noloco invite`"
         ) from None
     version = content.pop("megatron_noloco", None)
     if version != __version__:

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_noloco.config import RunConfig, load_config
-from megatron_noloco.config.agreed import divided, names_in
+from megatron_noloco.config.agreed import divided, in_words
 from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
@@ -127,15 +128,24 @@ def check_member_file(invitation: Invitation) -> None:
 def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object]) -> tuple[Path, int]:
     """Write config, member file and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises UserError for a malformed config.
+    Raises UserError for a malformed config; the folder is then empty.
 
     Args:
         tell: is called with a line that says what is taken from the invitation, and what is not.
     """
     folder = local.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return local.folder / "config.json", _write_job(invitation, local, folder, tell)
+    except BaseException:  # else the folder would refuse the next try
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
+def _write_job(invitation: Invitation, local: Local, folder: Path, tell: Callable[[str], object]) -> int:
     raw, left_out = divided(invitation.config)
-    tell(f"Taken from the invitation: {', '.join(names_in(raw))}")
+    tell(f"Taken from the invitation: {in_words(raw)}")
     if left_out:
         tell(outside(f"Left out, since each machine has its own: {', '.join(left_out)}"))
     for block in ("training", "federation", "data"):
@@ -161,7 +171,7 @@ def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object
     except UserError as error:  # which quotes values
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")
-    return local.folder / "config.json", ranks
+    return ranks
 
 
 def write_private(path: Path, text: str) -> None:

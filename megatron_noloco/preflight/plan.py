@@ -10,7 +10,6 @@ from rich.table import Table
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.errors import UserError
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.figures import megabytes, percent
@@ -18,7 +17,7 @@ from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import Memory, fullest_stage, parameters_of_stages
 from megatron_noloco.preflight.schemes import Network, Scheme, schemes
-from megatron_noloco.settings import MOST_SLOTS, TCP
+from megatron_noloco.settings import TCP
 
 USABLE = 0.9  # of a GPU's memory; libraries, NCCL and the allocator take the rest
 
@@ -64,17 +63,6 @@ def architecture_of_run(config: RunConfig) -> Architecture:
     return config.architecture(0 if known else build_tokenizer(config.data.tokenizer).vocab_size)
 
 
-def smallest_layout(config: RunConfig) -> Topology:
-    """Return the layout of the fewest replicas from 2 on that the method can have; raises UserError if of none."""
-    problem = UserError("")
-    for replicas in range(2, MOST_SLOTS + 1):
-        try:
-            return config.topology(replicas * config.parallel.replica_size)
-        except UserError as error:
-            problem = error
-    raise problem
-
-
 def plan_of(
     config: RunConfig,
     architecture: Architecture,
@@ -88,8 +76,9 @@ def plan_of(
         step_seconds: seconds of a local step, if they are known.
     """
     largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
-    if topology.separate_jobs:  # the leader of a replica exchanges for all its ranks
-        largest = replace(largest, owned=table_of(architecture).exported_count, copied=0)
+    if topology.separate_jobs:  # the table counts bytes of a replica; its leader exchanges for all its ranks
+        table = table_of(architecture)
+        largest = replace(largest, parameters=table.parameter_count, owned=table.exported_count, copied=0)
         if network is not None:
             replicas_of_node = max(1, network.ranks_per_node // topology.replica_size)
             network = replace(network, ranks_per_node=replicas_of_node)

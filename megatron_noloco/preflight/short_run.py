@@ -5,7 +5,6 @@
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import schedule_as_deepspeed
 from megatron_noloco.errors import UserError
+from megatron_noloco.job.launcher import trainer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.preflight.memory import Memory, fullest_stage
@@ -58,12 +58,6 @@ def shortened(config: RunConfig, steps: int, factor: float = 1.0) -> RunConfig:
 def _times(factor: float, rate: float) -> float:
     """Return a learning rate times a factor, in three digits."""
     return float(f"{factor * rate:.3g}")
-
-
-def trainer(ranks: int = 1) -> list[str]:
-    """Return the command that starts the trainer with so many ranks here; the path of a config is appended."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    return [sys.executable, "-m", *launcher * (ranks > 1), "megatron_noloco", "train"]
 
 
 def train_in(folder: Path, config: RunConfig, command: Sequence[str]) -> int:

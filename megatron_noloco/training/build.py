@@ -92,8 +92,10 @@ def _other_jobs(
     keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
     membership.say = monitor.say
     if membership.members is not None:
-        folder = config.training.folder_of(place.replica)
-        monitor.metrics.writers.append(OtherJobs(membership.members, folder, monitor.plan.start_step))
+        folder, key = config.training.folder_of(place.replica), config.federation.key_file
+        key_file = None if key is None or config.federation.encryption != "tls" else Path(key)
+        others = OtherJobs(membership.members, folder, monitor.plan.start_step, key_file)
+        monitor.metrics.writers.append(others)
     return FederationPeers(membership, replica, outer, keeper, health)
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
@@ -34,11 +33,12 @@ def keep_rows(others: Path, rows: list[tuple[int, str]]) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def keep_addresses(others: Path, run: int, known: Mapping[Member, Status]) -> None:
-    """Write where the other jobs of a run are. Raises OSError."""
+def keep_addresses(others: Path, run: int, known: Mapping[Member, Status], key_file: Path) -> None:
+    """Write where the other jobs of a run are, and which key they know. Raises OSError."""
     addresses = [address for status in known.values() for address in addresses_in(status)]
     others.mkdir(parents=True, exist_ok=True)
-    write_text(others / _MEMBERS, json.dumps({"run": run, "addresses": addresses[-_MOST_ADDRESSES:]}))
+    content = {"run": run, "addresses": addresses[-_MOST_ADDRESSES:], "key_file": str(key_file.absolute())}
+    write_text(others / _MEMBERS, json.dumps(content))
 
 
 class Following:
@@ -46,11 +46,10 @@ class Following:
 
     Args:
         folder: the run's.
-        config: its config, as `run.json` has it.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._folder, self._config = folder, config
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._taken, self._asked = dict[Member, int](), -_PAUSE_SECONDS
 
     def update(self) -> bool:
@@ -64,16 +63,13 @@ class Following:
         for path in sorted(self._folder.glob(f"replica_*/{OTHERS}/{_MEMBERS}")):
             with suppress(UserError, OSError, ValueError, KeyError, TypeError):
                 content = parsed(path.read_bytes())
-                statuses, _ = visit(self._identity(), int(content["run"]), list(content["addresses"]))
+                identity = _identity(content["key_file"])
+                statuses, _ = visit(identity, int(content["run"]), list(content["addresses"]))
                 keep_rows(
                     path.parent, [row for member in statuses for row in self._new(member, statuses[member])]
                 )
                 return True
         return False
-
-    def _identity(self) -> Identity:
-        keys = Keys.read(Path(self._config["federation"]["key_file"]))
-        return keys.identity(VISITOR if keys.slot is None else keys.slot)
 
     def _new(self, member: Member, status: Status) -> list[tuple[int, str]]:
         """Return rows that were not written yet; of a member that was not asked before the last row."""
@@ -81,3 +77,8 @@ class Following:
         taken = self._taken.get(member, max((number for number, _ in rows), default=0) - 1)
         self._taken[member] = max([taken, *(number for number, _ in rows)])
         return [(member.slot, text) for number, text in rows if number > taken]
+
+
+def _identity(key_file: str) -> Identity:
+    keys = Keys.read(Path(key_file))
+    return keys.identity(VISITOR if keys.slot is None else keys.slot)

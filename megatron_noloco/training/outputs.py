@@ -17,6 +17,7 @@ from megatron_noloco.checkpoint.run_settings import same_data
 from megatron_noloco.config import Known, RunConfig, describe, facts_in_words
 from megatron_noloco.data.opening import VALIDATION_DATA
 from megatron_noloco.files import write_text
+from megatron_noloco.job.launcher import same_command
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.console import Console, RunFacts
 from megatron_noloco.monitor.metrics import Metrics
@@ -136,7 +137,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         all_reduce="an fp32 all-reduce" if config.precision == "fp32" else f"a {config.precision} all-reduce",
         all_reduce_bytes=_synchronous_bytes_per_step(prepared) * method.local_steps / method.fragments,
         output_dir=str(Path(training.output_dir).resolve()),
-        how_to_continue="the same command"
+        how_to_continue=same_command(os.environ)
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_commands=(
             f"{program} report {run}",

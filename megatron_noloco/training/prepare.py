@@ -1,13 +1,12 @@
 """Checks and reads what one process can alone, before it joins the others."""
 
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from megatron_noloco.checkpoint.catalog import (
@@ -26,7 +25,7 @@ from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data, check_source, open_data
-from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource
+from megatron_noloco.data.sources import IndexedSource, Needs
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
@@ -35,16 +34,12 @@ from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
-from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines, find_gpus_without_cuda
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.canonical import Block
-from megatron_noloco.plans.fingerprint import digest_of, digest_of_shapes, fingerprint
-from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import MOST_SLOTS
+from megatron_noloco.training.identity import first_weights, identity_of, with_first_weights
 from megatron_noloco.transport.interface import Transport
 
 
@@ -57,7 +52,6 @@ class Prepared:
     world: World
     topology: Topology
     architecture: Architecture
-    plan: BatchPlan
     alike: RunIdentity  # what the jobs of a federation must have alike besides the settings of the method
 
     @property
@@ -97,12 +91,11 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     find_gpus_without_cuda()
     before_engines()
     world = read_world(environ)
-    topology = _topology(config, world, _slot(config, replica))
-    tokenizer, architecture = check_start(config)
-    batch = config.microbatches, config.micro_batch_size
-    plan = BatchPlan(topology.replicas, topology.dp, *batch, slot=topology.slot)
-    alike = _alike(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, plan, alike)
+    slot = _slot(config, replica)
+    topology = _topology(config, world, slot)
+    tokenizer, architecture = check_start(config, slot)
+    identity = identity_of(config, tokenizer, architecture)
+    return Prepared(config, tokenizer, world, topology, architecture, identity)
 
 
 def check_data(
@@ -196,96 +189,62 @@ def _slot(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def _alike(config: RunConfig, tokenizer: Tokenizer, architecture: Architecture) -> RunIdentity:
-    """Return what decides what a weight means, and where the training ends. `first_weights` are added later."""
-    model = architecture.of_function
-    shared = {
-        "seed": config.training.seed,
-        "names and shapes": [digest_of_shapes(table_of(architecture).exported_shapes)],
-        "model": model,
-    }
-    own = config.shared()
-    own["model"] |= asdict(architecture)
-    own["model"] = {
-        name: value for name, value in own["model"].items() if name not in {*model, "padded_vocab_size"}
-    }
-    del own["training"]["seed"]  # which attach knows, too
-    own |= {
-        "tokenizer": tokenizer.digest,
-        "chat template": tokenizer.chat_template.digest
-        if isinstance(config.data.source, RecordSource)
-        else None,
-    }
-    return RunIdentity(shared, "trainer", own)
-
-
-def first_weights(config: RunConfig, architecture: Architecture) -> str | None:
-    """Return a digest of the pretrained weights, whatever their files and precision; None where there are none.
-
-    Reads all of them. Raises UserError as `PretrainedWeights` does.
-    """
-    if config.training.pretrained is None:
-        return None
-    tensors, total = table_of(architecture).exported(), 0
-    with PretrainedWeights(Path(config.training.pretrained), architecture) as weights:
-        for row in table_of(architecture):
-            parts = row.to_hf(weights(row.name)) if row.same_as is None else {}
-            for name, tensor in parts.items():
-                bits = tensor.float().contiguous().view(-1).numpy().view(np.uint32)
-                total += fingerprint(bits, Block(0, tensors[name], *tensors[name].whole))
-    return digest_of("", total)
-
-
 def network_for(config: RunConfig) -> Network:
     """Return how a job of this config reaches the others, for a program that is none. Raises as `prepare` does."""
     before_engines()
     tokenizer, architecture = check_start(config)
     first = first_weights(config, architecture)
-    alike = with_first_weights(_alike(config, tokenizer, architecture), first)
-    return network_of(config.federation, config.noloco, alike)
+    identity = with_first_weights(identity_of(config, tokenizer, architecture), first)
+    return network_of(config.federation, config.noloco, identity)
 
 
-def with_first_weights(alike: RunIdentity, digest: str | None) -> RunIdentity:
-    """Return what jobs must have alike, with the digest that `first_weights` returns."""
-    return alike._replace(shared={**alike.shared, "first weights": [digest]})
+def folder_of_job(config: RunConfig, slot: int) -> Path:
+    """Return the folder with what a job keeps; of a federation's job that of its replica."""
+    training = config.training
+    return training.folder_of(slot) if config.federation.exists else Path(training.output_dir)
 
 
-def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
+def check_start(config: RunConfig, slot: int | None = None) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
-    Writes at most a tokenizer, to the cache, and reads of the data at most an index. Raises UserError, one line
-    per problem.
+    Writes at most a tokenizer, to the cache, and reads of the data at most an index.
+
+    Args:
+        slot: of the job; None: not known, and it may be any whose folder is there.
+
+    Raises UserError, one line per problem.
     """
     _check_machine(config)
     output_dir = Path(config.training.output_dir)
+    jobs = [folder_of_job(config, slot or 0)]
+    if slot is None and config.federation.exists:
+        jobs = sorted(output_dir.glob("replica_*"))
     for place in (output_dir, output_dir / "checkpoints"):
         check_writable(place, "training.output_dir")
     if config.federation.exists:
         network_of(config.federation, config.noloco, RunIdentity({}))
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(config, jobs)
     architecture = config.architecture(tokenizer.vocab_size)
-    if config.training.pretrained is not None and not _continues(config.checkpoint.load, output_dir):
+    if config.training.pretrained is not None and not _continues(config.checkpoint.load, jobs):
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size, config.data.cache)
     check_source(config.data.source, tokenizer, output_dir)
-    _check_load(config.checkpoint.load, output_dir)
+    _check_load(config.checkpoint.load, jobs)
     return tokenizer, architecture
 
 
-def _continues(load: str, output_dir: Path) -> bool:
-    """Return whether there is a checkpoint to continue from, whose weights count, sound or not."""
-    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
+def _continues(load: str, jobs: Iterable[Path]) -> bool:
+    """Return whether a job has a checkpoint to continue from, whose weights count, sound or not."""
     return load != "none" and (load != "auto" or any(latest(job / "checkpoints")[0] for job in jobs))
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer:
+def _tokenizer(config: RunConfig, jobs: Iterable[Path]) -> Tokenizer:
     """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
-    output, place = Path(config.training.output_dir), config.data.tokenizer_model
+    place = config.data.tokenizer_model
     if place is None or Path(place).exists() or config.checkpoint.load == "none":
         return build_tokenizer(config.data.tokenizer)
-    copies = map(tokenizer_folder, (output, *sorted(output.glob("replica_*"))))
-    return find_tokenizer(config.data.tokenizer, filter(Path.is_dir, copies))
+    return find_tokenizer(config.data.tokenizer, filter(Path.is_dir, map(tokenizer_folder, jobs)))
 
 
 def _check_machine(config: RunConfig) -> None:
@@ -319,14 +278,13 @@ def _check_kernel(optimizer: Optimizer) -> None:
         ) from None
 
 
-def _check_load(load: str, output_dir: Path) -> None:
+def _check_load(load: str, jobs: Iterable[Path]) -> None:
     """Raise UserError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
 
     One from which a run has started before may have been removed since: see `resume.find_start`.
     """
     if load in ("auto", "none"):
         return
-    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
     if any(any(continued_from(job / "checkpoints", load)) for job in jobs):
         return
     try:

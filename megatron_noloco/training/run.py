@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,12 +13,10 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import Loader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import gather_from_all_ranks
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary, Peers
-from megatron_noloco.training import finished
 from megatron_noloco.training.choices import Choice
 from megatron_noloco.training.evaluator import Evaluator
 
@@ -72,7 +70,6 @@ class Run:
     health: Health
     choices: Sequence[Choice] = ()  # of settings that the run has still to choose, one after the other
     takes_over: bool = False  # at the beginning, the state of a replica that is far ahead
-    one_model: Collection[int] = ()  # at the end: replicas of separate jobs that have the final model
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
@@ -94,7 +91,6 @@ class Run:
         if failed_save is not None:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
         if not stopped:
-            self._say_finished(done)
             self.peers.stay(done)
         self.peers.close(at_once=False)
         saved = not self.checkpointer.last_save_failed
@@ -158,8 +154,7 @@ class Run:
                     return False
                 self.monitor.averaged(average)
                 self.monitor.metrics.count(MEAN_OF_REPLICAS, len(average.replicas) or None)
-        self.one_model = average.replicas
-        if trained or len(self.one_model) > 1:
+        if trained or len(average.replicas) > 1:
             return self._after_round(before, done)
         return True
 
@@ -222,14 +217,6 @@ class Run:
         report = self.checkpointer.save(done, self.monitor.metrics.counters)
         self.monitor.saved(report.step, report.pause_seconds, report.error)
         self.monitor.committed(self.checkpointer.newest_step)
-
-    def _say_finished(self, done: int) -> None:
-        """Write, in a federation, that the last checkpoint is the model of several replicas."""
-        if len(self.one_model) < 2:
-            return
-        saved = all(gather_from_all_ranks(not self.checkpointer.last_save_failed))
-        if saved and dist.get_rank() == 0:
-            finished.write(self.checkpointer.settings.folder.parent, done, self.one_model)
 
     def _wait_for_commit(self) -> None:
         """Wait a little until the other ranks have written the last checkpoint, whose row can be written then."""

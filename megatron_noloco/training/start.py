@@ -41,9 +41,16 @@ from megatron_noloco.job.world import (
     threads_among,
 )
 from megatron_noloco.outer.health import Health
+from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training import finished
-from megatron_noloco.training.prepare import Joined, Prepared, first_weights, prepare, read_data
+from megatron_noloco.training.identity import first_weights
+from megatron_noloco.training.prepare import (
+    Joined,
+    Prepared,
+    folder_of_job,
+    prepare,
+    read_data,
+)
 from megatron_noloco.training.separate_jobs import meet
 from megatron_noloco.transport.interface import Transport
 
@@ -79,7 +86,7 @@ def start(
         # It reads an excerpt of the data: one rank of the job does.
         training_data = computed_by_rank_0(lambda: data.checksums)
     with now.doing("looking for a checkpoint"):
-        output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology)
+        output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology.slot)
         old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
         if taken := computed_by_rank_0(lambda: occupy(job_folder)):
             raise UserError(taken)
@@ -107,8 +114,6 @@ def start(
         begin = settle_start(settings, topology, found)
         if dist.get_rank() == 0:
             prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
-            if begin.step < config.training.train_iters:
-                finished.remove(job_folder)
     begin = replace(begin, notes=notes + begin.notes)
     joined = Joined(by_recipe, link, begin, data, validation, settings)
 
@@ -122,7 +127,8 @@ def start(
 
     with now.doing("building its part of the model"):
         groups = build.groups(prepared)
-        plan = replace(prepared.plan, start_step=begin.step, start_sample=begin.sample)
+        batch = config.microbatches, config.micro_batch_size
+        plan = BatchPlan(topology.replicas, topology.dp, *batch, begin.step, begin.sample, topology.slot)
         monitor = build_monitor(prepared, joined, groups, plan, progress)
         record = monitor.metrics.record
         engine = build.engine(prepared, groups, record, begins=begin.saved is None)
@@ -220,7 +226,7 @@ def _tokenizer_notes(prepared: Prepared, begins: bool) -> list[str]:
         notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
     place = data.tokenizer_model
     if place is not None and not Path(place).exists():
-        copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology))
+        copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology.slot))
         notes.append(f"data.tokenizer_model: {place} is not there; using the copy, {copy}")
     return notes
 
@@ -232,12 +238,6 @@ def _first_weights(prepared: Prepared, saved: Manifest | None) -> str | None:
     return computed_by_rank_0(lambda: first_weights(prepared.config, prepared.architecture))
 
 
-def folder_of_job(config: RunConfig, topology: Topology) -> Path:
-    """Return the folder with what this job keeps; of a federation's job that of its replica."""
-    training = config.training
-    return training.folder_of(topology.slot) if topology.separate_jobs else Path(training.output_dir)
-
-
 def checkpoint_settings(
     config: RunConfig,
     topology: Topology,
@@ -247,7 +247,7 @@ def checkpoint_settings(
     """Return what the run wants of its checkpoints."""
     checkpoint = config.checkpoint
     return CheckpointSettings(
-        folder=folder_of_job(config, topology) / "checkpoints",
+        folder=folder_of_job(config, topology.slot) / "checkpoints",
         run=config.to_dict(),
         meant=lambda run: saved_config(run).meant(tokenizer.vocab_size if tokenizer else 0),
         keep_last=checkpoint.keep_last,

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.federation import membership
-from megatron_noloco.training import finished
-from megatron_noloco.training.finished import Finished
 from tests.harness import until
 from tests.integration.federation import Federation
 from tests.integration.tiny import at_steps, sizes, write_text
@@ -38,19 +37,19 @@ def test_a_job_that_comes_too_late_says_so(tmp_path: Path, ranks: int) -> None:
             federation.start(replica, ranks, {"federation": {"start_with": 2}})
         federation.wait()
         folders = [tmp_path / f"replica_{replica:02d}" for replica in range(2)]
-        assert [finished.read(folder) for folder in folders] == [Finished(STEPS, [0, 1])] * 2
+        last = [catalog.step_folder(folder / "checkpoints", STEPS) for folder in folders]
+        assert [Ensemble.read([folder]).mean_of for folder in last] == [2, 2]
 
         checkpoints = folders[1] / "checkpoints"  # as of a job that was killed before its end
         shutil.rmtree(catalog.step_folder(checkpoints, STEPS))
         catalog.write_latest(checkpoints)
-        finished.remove(folders[1])
         rows = federation.rows(1)
         federation.start(1, ranks, disturb=hurries)
         federation.wait()
         step = catalog.step_folder(checkpoints, SAVED)
         assert (
-            f"\nthe run has ended: replicas 0, 1 finished with one model ({folders[0]}); this replica would train "
-            f"alone from step {SAVED}, to another model; to do so all the same, set checkpoint.load to {step}\n"
+            f"\nthe run has ended: {last[0]} is the model of 2 replicas; this replica would train alone from step "
+            f"{SAVED}, to another model; to do so all the same, set checkpoint.load to {step}\n"
         ) in federation.log(1)
         assert federation.rows(1) == rows
         assert catalog.steps(checkpoints) == [step]
@@ -59,7 +58,7 @@ def test_a_job_that_comes_too_late_says_so(tmp_path: Path, ranks: int) -> None:
         federation.wait()
         assert f"continuing from {step}" in federation.log(1)
         assert catalog.steps(checkpoints)[0] == catalog.step_folder(checkpoints, STEPS)
-        assert finished.read(folders[1]) is None, "it trained alone"
+        assert Ensemble.read([last[1]]).mean_of < 2, "it trained alone"
 
 
 def holds_last_step(goes_on: Path) -> None:
@@ -88,7 +87,8 @@ def test_job_killed_at_its_end_saves_the_others_mean(tmp_path: Path) -> None:
         assert " recovered from replica " in federation.log(1)
         states = [slow_weights(federation.state(replica, STEPS)) for replica in range(3)]
         assert all(torch.equal(state, states[0]) for state in states)
-        assert finished.read(tmp_path / "replica_01") == Finished(STEPS, [0, 1, 2])
+        last = catalog.step_folder(tmp_path / "replica_01" / "checkpoints", STEPS)
+        assert Ensemble.read([last]).mean_of == 3
 
 
 def slow_weights(state: dict[str, Tensor]) -> Tensor:

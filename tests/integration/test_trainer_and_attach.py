@@ -22,7 +22,7 @@ from megatron_noloco.federation.membership import network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
-from megatron_noloco.training.prepare import _alike, first_weights
+from megatron_noloco.training.identity import first_weights, identity_of
 from tests.harness import key_file, run_ranks, slow
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, begin_alone
@@ -196,7 +196,7 @@ def compared_by_attach(model: Any, config: RunConfig, monkeypatch: pytest.Monkey
 
 def compared_by_trainer(config: RunConfig) -> Network:
     architecture = config.architecture(VOCABULARY)
-    alike = _alike(config, ByteTokenizer(), architecture)
+    alike = identity_of(config, ByteTokenizer(), architecture)
     alike = alike._replace(shared={**alike.shared, "first weights": [first_weights(config, architecture)]})
     return network_of(config.federation, config.noloco, alike)
 

@@ -28,7 +28,7 @@ _BELOW = {
     "huggingface": "plans job pipeline model data config checkpoint",
     "convert": "model config huggingface",
     "federation": "plans transport job outer",
-    "preflight": "plans outer monitor model data engine config federation",
+    "preflight": "plans outer job monitor model data engine config federation",
     "training": "plans transport job outer monitor pipeline model "
     "data engine config checkpoint huggingface federation preflight",
     "attach": "plans transport job outer model engine federation",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron_noloco.config import Known, RunConfig, describe, facts_in_words
+from megatron_noloco.config import Known, RunConfig, describe
 from megatron_noloco.model.families import table_of
 from tests.unit.configs import FEDERATION, edited
 from tests.unit.golden import check
@@ -79,16 +79,6 @@ def test_the_banner_leaves_out_what_is_not_done() -> None:
     without_rounds = banner({"noloco.enabled": False, "noloco.overlap_steps": "auto"})
     assert "overlap" not in without_rounds
     assert "outer state" not in without_rounds
-
-
-def test_what_the_file_alone_decides() -> None:
-    """Each line is that of a run; a line that depends on the number of replicas is left out."""
-    run = RunConfig(**edited({"parallel.replicas": "auto"}))
-    alone, of_run = (facts_in_words(Known(run, layout)) for layout in (None, run.topology(8)))
-    more = of_run.keys() - alone.keys()
-    assert alone.items() <= of_run.items()
-    assert {"parallel", "batch in total", "method", "length"} <= more
-    assert {"optimizer", "rates", "data", "checkpoints"} <= alone.keys()
 
 
 def test_the_parameters_of_the_banner_are_those_of_the_model() -> None:

@@ -348,8 +348,9 @@ def test_config_check_says_what_the_run_is_or_what_is_wrong(
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
     code, out, err = call_here(*check)
     assert (code, err) == (0, "")
-    assert out.startswith(f"{path}: ok\nbatch per replica: ")
-    assert out.endswith('\nparallel.replicas is "auto": --world-size N shows the rest of the run\n')
+    assert out.startswith(f"{path}: ok\nparallel: 2 replicas x pipeline 2 x data 1 x tensor 1 = 4 ranks\n")
+    said = 'parallel.replicas is "auto": this is for 2 replicas; --world-size N is for N ranks'
+    assert out.endswith(f"\n{said}\n")
     line = "config: --world-size goes together with --check FILE\n"
     assert call_here("config", "--world-size", "8") == (2, "", line)
     path.write_text(json.dumps(GOOD))

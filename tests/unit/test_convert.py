@@ -26,7 +26,7 @@ from megatron_noloco.config.programs import (
     Carried,
     Program,
 )
-from megatron_noloco.convert.conversion import Conversion, convert
+from megatron_noloco.convert.conversion import Conversion, account_lines, convert
 from megatron_noloco.convert.given import literal, read
 from megatron_noloco.convert.shell import Script, options
 from megatron_noloco.engine.schedules import rates_in
@@ -194,6 +194,12 @@ def test_replicas_are_nodes_or_data_parallel_ranks(folder: Path) -> None:
     assert layout(world_size=16) == (2, 4, 1)
 
 
+def test_a_single_replica_is_told(folder: Path) -> None:
+    """As where expert parallelism takes all data-parallel ranks."""
+    *_, last = account_lines(convert([folder / "mixture.txt"], None, 4, 1))
+    assert last.startswith("parallel.replicas 1: no other replica to average with; more ranks make more")
+
+
 def test_the_rest_may_give_the_layout(tmp_path: Path) -> None:
     path, rest = tmp_path / "arguments", tmp_path / "rest.json"
     path.write_text((FILES / "mixture.txt").read_text())
@@ -300,6 +306,12 @@ def test_the_trainer_fills_in_what_deepspeed_leaves_to_it(folder: Path) -> None:
         ("A=''\npython x.py --a \"\" $A --b", {"a": "", "b": True}),
         ("python x.py --a ${B:-5} --b x#y", {"a": 5, "b": "x#y"}),
         ("if [ 2 -gt 1 ]; then A=1; else A=2; fi\npython x.py --a $A", {"a": 1}),
+        (
+            "M=${1:-mock}\nif [[ $M == x ]] || [[ $M == mock ]]; then A=1\n"
+            "elif [[ 1 = 1 ]] || [[ 1 = 1 ]]; then A=2; fi\n"
+            "if [[ $M == mock ]] && [[ $A == 2 ]]; then A=3; fi\npython x.py --a $A",
+            {"a": 1},
+        ),
         ("cat <<EOT > f\nit's --a 1\nEOT\npython x.py --b 2 > log", {"b": 2}),
         ('run="python x.py --a 1 &> log"\necho $run\neval $run', {"a": 1}),
         ("--a 1\n--b=2e-3 --c -1", {"a": 1, "b": 0.002, "c": -1}),
@@ -385,6 +397,11 @@ REFUSED = {
         "line 3: the value of ARGS depends on a condition; keep the lines that hold, without the condition",
     ),
     "quote.sh": ('python x.py --lr 1 "a', "line 1: a quote begins here and does not end"),
+    "branches.sh": (
+        "if [ -d a ] && [ 1 = 2 ] || [ 1 = 1 ]; then A=--bf16; fi\n"
+        "if [ 1 = 2 ] || [ -d a ]; then A=--fp16; fi\npython x.py --lr 1 $A",
+        "line 2: the value of A depends on a condition; keep the lines that hold, without the condition",
+    ),
     "two.sh": ("python a.py --lr 1\npython b.py --lr 2", "2 commands start a program (a.py, b.py); keep one"),
     "auto.json": ('{"train_batch_size": "auto"}', "is filled in from Hugging Face's TrainingArguments"),
     "rate.txt": (f"{MEGATRON_ARGUMENTS}--lr 1e-4 --min-lr 1e-3", "min_lr: 0.001 is not a share of the peak"),

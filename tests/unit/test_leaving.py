@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.cli.exit_codes import LostError, StoppedError, report
+from megatron_noloco.job import torchrun
 from tests.harness import REPOSITORY
 
 PROGRAM = """
@@ -75,6 +76,21 @@ def test_a_rank_does_not_outlive_its_launcher() -> None:
         assert process.stdout.readline() == "ready\n"
         process.kill()
         assert process.communicate(timeout=60)[0] == "", "its output ends with the last that holds it"
+
+
+@pytest.mark.parametrize(("ranks", "given", "threads"), [("2", None, "4"), ("9", None, "1"), ("2", "3", "3")])
+def test_ranks_of_torchrun_divide_the_cores(
+    ranks: str, given: str | None, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[str]()
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(torchrun, "main", lambda arguments: found.append(os.environ["OMP_NUM_THREADS"]))
+    assert torchrun.run(["--nproc-per-node", ranks, "-m", "megatron_noloco", "train", "my-run.json"]) == 0
+    assert found == [threads]
 
 
 def test_torchrun_blames_the_first_failure(

@@ -107,6 +107,20 @@ def test_a_malformed_status_is_of_nobody(field: dict[str, Any], capfd: pytest.Ca
     assert capfd.readouterr().err == "replica 0: the status of replica 1 is malformed\n"
 
 
+def test_jobs_whose_batches_differ_name_both(capfd: pytest.CaptureFixture[str]) -> None:
+    """As after an invitation of another day. They exchange all the same."""
+    world = World()
+    one, other = members_of(world, 0, batch=8), members_of(world, 1, batch=16)
+    members_of(world, 2)  # a training loop of its own does not tell its batch
+    for _ in range(2):
+        assert {*one.present()} == {1, 2}
+        other.change()
+    told = (
+        "replica 0: replica 1 has 16 samples in a local step, this replica 8; in a mean both count the same\n"
+    )
+    assert capfd.readouterr().err == told
+
+
 def test_a_status_that_is_too_deep_is_malformed(capfd: pytest.CaptureFixture[str]) -> None:
     world, deep = World(), list[Any]()
     one, other = members_of(world, 0), members_of(world, 1)

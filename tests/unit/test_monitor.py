@@ -70,6 +70,24 @@ def test_rows_of_a_run() -> None:
     assert step["memory/peak_bytes"] > 0
 
 
+def train_with_a_late_row(rank: int, world_size: int) -> Rows:
+    metrics, rows = begin()
+    watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), None)
+    for done, group in enumerate(((0, 1), (0,), (0, 1)), 1):
+        exchange = ExchangeReport(group, missed="" if len(group) > 1 else "it is not there")
+        watched.local_step([RoundReport(done, exchange, 0.0, 0.5)])
+        watched.log(done)
+    watched.local_step([])
+    watched.log(4)
+    return rows
+
+
+def test_each_row_has_the_rounds_with_a_partner_so_far() -> None:
+    """The summary at the end of a run is made of the last row, in which there may have been no round."""
+    (rows,) = run_ranks(1, train_with_a_late_row)
+    assert [row["total/rounds"] for row in rows] == [1, 1, 2, 2]
+
+
 def train_alone(rank: int, world_size: int) -> Rows:
     metrics, rows = begin()
     watched = Monitor(metrics, BatchPlan(2, 1, 1, 1), Throughput(10, 1, 1e12), None)

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, is_taken
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
@@ -32,7 +32,9 @@ from megatron_noloco.federation.statuses import Statuses
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.fields import fields_of
-from megatron_noloco.preflight import inviting, machine
+from megatron_noloco.job.launcher import STARTS_AGAIN, same_command
+from megatron_noloco.job.leaving import INTERRUPTED
+from megatron_noloco.preflight import inviting, machine, newcomer
 from megatron_noloco.preflight.invitation import Invitation, invitation_in, text_of
 from megatron_noloco.preflight.machine import Finding
 from megatron_noloco.preflight.newcomer import (
@@ -139,7 +141,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(tmp_path)
 
 
-@pytest.mark.parametrize("way", ["file", "stdin", "line"])
+@pytest.mark.parametrize("way", ["file", "stdin"])
 def test_two_commands_lead_to_a_config(
     place: Place,
     jobs: FakeJobs,
@@ -155,16 +157,17 @@ def test_two_commands_lead_to_a_config(
     printed, hint = capsys.readouterr()
     assert hint.startswith("Copy invitation-1.noloco to the other machine")
     assert hint.count("\n") == 1
-    of_file, of_line = printed.splitlines()
-    assert of_file == "megatron-noloco join invitation-1.noloco"
-    assert of_line.endswith(" | megatron-noloco join -")
-    assert len(of_line) < 4096
+    assert printed == "megatron-noloco join invitation-1.noloco\n"
     assert Path("invitation-1.noloco").stat().st_mode & 0o077 == 0
-    pasted = of_line.split()[1] + "\n" if way == "line" else Path("invitation-1.noloco").read_text()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(pasted))
+    content = Path("invitation-1.noloco").read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     assert main(["join", "invitation-1.noloco" if way == "file" else "-"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Taken from the invitation: ")
+    assert lines[0] == (
+        "Taken from the invitation: train_micro_batch_size_per_gpu, optimizer (5 fields), scheduler (6 fields), "
+        "gradient_clipping, noloco (3 fields), model (7 fields), data (2 fields), training (2 fields), "
+        "evaluation (1 field), train_batch_size"
+    )
     assert "Fix first: GPU: broken. mend it" in lines, "so it is not started"
     start = "megatron-noloco train joined/config.json"
     assert lines[-1] == f"Not started: first mend the problem above. Then start it with: {start}"
@@ -181,6 +184,19 @@ def test_two_commands_lead_to_a_config(
         UserError, match=f"is there already, and is no empty folder; .* `{start}` starts the job"
     ):
         check_local([], Local(Path("joined"), {}))
+
+
+def test_job_that_joined_names_the_command_to_start_it_again(
+    place: Place, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command that the user gave, `join`, would find its folder there already."""
+    monkeypatch.setattr(newcomer, "check_machine", lambda: [])
+    monkeypatch.setattr(os, "execv", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setenv(STARTS_AGAIN, "")  # restored after the test
+    jobs.add(0, "10.0.0.1:5000")
+    assert place.invite() == 0
+    assert main(["join", "invitation-1.noloco", "--folder", "here"]) == INTERRUPTED
+    assert same_command(os.environ) == "`megatron-noloco train here/config.json`"
 
 
 def test_each_invitation_has_a_slot_of_its_own(place: Place, jobs: FakeJobs) -> None:
@@ -369,6 +385,28 @@ def test_the_name_of_a_file_may_be_wrong(tmp_path: Path, capsys: pytest.CaptureF
         assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("pasted", [b"\xff\xfe{", b""])
+def test_what_is_pasted_may_be_anything(
+    pasted: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(pasted), encoding="utf-8"))
+    assert main(["join", "-"]) == 2
+    assert capsys.readouterr().err.startswith("join: this is no invitation, or a part of it is missing")
+
+
+def test_a_join_that_fails_can_be_repeated(tmp_path: Path) -> None:
+    keys = Keys.make(tmp_path / "key")
+    local, wrong = Local(tmp_path / "joined", {"": str(tmp_path)}), deepcopy(raw())
+    wrong["model"]["num_layers"] = 0
+    tokenizer = files_of(build_tokenizer(TokenizerChoice(str(write_tokenizer(tmp_path / "tokenizer")))))
+    for config in (wrong, raw()):
+        check_local(["text"], local)
+        invitation = invited(keys, config=config, needs=["text"], tokenizer=tokenizer)
+        with pytest.raises(UserError, match=r"join: model\.num_layers") if config is wrong else nullcontext():
+            write_job(invitation, local, lambda line: None)
+    assert (tmp_path / "joined" / "config.json").exists()
+
+
 @pytest.mark.parametrize("options", ["--at 127.0.0.1", "--at tcp://127.0.0.1:1", "--valid soon", "--serve"])
 def test_an_option_that_is_wrong_is_refused(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -404,9 +442,8 @@ def test_the_command_that_is_printed_has_what_a_newcomer_needs(
     assert place.invite() == 0
     printed, hint = capsys.readouterr()
     assert "The paths are those of this machine: give those of the other." in hint
-    command, line = printed.splitlines()
+    (command,) = printed.splitlines()
     assert command == "megatron-noloco join invitation-1.noloco --data 'my texts'"
-    assert line.endswith(" --data 'my texts'")
     assert main(["join", *shlex.split(command)[2:], "--no-start"]) == 0
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.model.architecture import Architecture, Compute
+from megatron_noloco.model.families import table_of
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.pipeline import cpu
@@ -140,6 +141,9 @@ def test_federation_leader_sends_all_weights() -> None:
     assert alone.schemes[0].bytes_per_exchange == staged.schemes[0].bytes_per_exchange
     assert alone.schemes[0].seconds_per_exchange > 1.9 * staged.schemes[0].seconds_per_exchange
     assert not any("DiLoCo" in way.name for way in alone.schemes)
+    whole = 4 * table_of(run.architecture(257)).parameter_count
+    synchronous = [(plan.schemes[-1].name, plan.schemes[-1].bytes_per_exchange) for plan in plans]
+    assert synchronous == [("synchronous", whole)] * 2
 
 
 _FULL = {"recompute_granularity": "full"}

@@ -224,6 +224,17 @@ def test_a_federation_has_ended_where_one_replica_has(tmp_path: Path) -> None:
     assert shown(RunLog(tmp_path))[0] == f"{tmp_path}: step 6 of 8; ended, last written 75s ago"
 
 
+def test_watch_shows_the_last_step_of_others_without_last_rows(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"steps": 8}))
+    write(tmp_path, "00", step(8, **{"final/replicas": [0, 1]}))
+    write(tmp_path / "replica_00" / "others", "01", step(6))
+    write(tmp_path / "replica_00" / "others", "02", step(6))
+    _, _, *rows = shown(RunLog(tmp_path))
+    assert [row.split()[:2] for row in rows[:3]] == [["00", "8"], ["01", "8"], ["02", "6"]]
+    (tmp_path / "replica_00" / "others" / "replica_02" / "metrics.jsonl").unlink()
+    assert shown(RunLog(tmp_path))[0] == f"{tmp_path}: step 8 of 8; ended, last written 75s ago"
+
+
 def test_a_page_is_utf_8_whatever_the_locale(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it says of itself; plotly's own text is not ASCII. So is a small file."""
     monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
@@ -502,8 +513,8 @@ def test_other_jobs_are_told_when_a_row_was_written(tmp_path: Path) -> None:
     members: Any = SimpleNamespace(
         publish_row=told.append, rows=list, run=1, mesh=SimpleNamespace(known=dict)
     )
-    OtherJobs(members, tmp_path, 0).write(step(2, **meeting(0, 0)))
-    OtherJobs(members, tmp_path, 2).write(step(4, **meeting(1, 0)))
+    OtherJobs(members, tmp_path, 0, None).write(step(2, **meeting(0, 0)))
+    OtherJobs(members, tmp_path, 2, None).write(step(4, **meeting(1, 0)))
     write(tmp_path, "00", step(2, **meeting(0, 1), unix_seconds=time.time()))
     keep_rows(tmp_path / "replica_00" / "others", [(1, json.dumps(row)) for row in told])
     facts = {"config": {"federation": {"rendezvous": "file://there"}}}

@@ -21,7 +21,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity, differences
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training import outputs
-from megatron_noloco.training.prepare import _alike, _check_load, check_start
+from megatron_noloco.training.identity import identity_of
+from megatron_noloco.training.prepare import _check_load, check_start
 from megatron_noloco.training.start import _first_weights, check_ranks, checkpoint_settings
 from tests.unit.configs import config
 from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
@@ -107,7 +108,7 @@ def test_unusable_checkpoints_do_not_restart_the_run(what: str, named: bool, tmp
         assert start(tmp_path, "none").saved is None
         return
     shutil.rmtree(load)
-    _check_load(load, tmp_path)
+    _check_load(load, [tmp_path])
     with pytest.raises(ValueError, match="no checkpoint there can be continued"):
         start(tmp_path, load)
 
@@ -169,9 +170,9 @@ def test_run_can_go_back_twice(tmp_path: Path) -> None:
 def test_the_step_it_has_started_from_may_be_removed(tmp_path: Path) -> None:
     load = str(tmp_path / "gone" / "step_00000005")
     with pytest.raises(ValueError, match=r"^checkpoint\.load: .*/gone/step_00000005: No such file"):
-        _check_load(load, tmp_path)
+        _check_load(load, [tmp_path])
     save(tmp_path, 7, load)
-    _check_load(load, tmp_path)
+    _check_load(load, [tmp_path])
 
 
 def test_folder_that_is_no_step_is_named(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_folder_that_is_no_step_is_named(tmp_path: Path) -> None:
     nowhere = Path("OUTPUT_DIR/checkpoints/step_00001000")
     for folder, example in {tmp_path: step, step.parent: step, tmp_path / "empty": nowhere}.items():
         with pytest.raises(ValueError) as refusal:
-            _check_load(str(folder), tmp_path)
+            _check_load(str(folder), [tmp_path])
         line = f"not a step folder; name one, such as {example}, {auto}"
         assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
 
@@ -190,7 +191,7 @@ def test_set_aside_folder_is_named(tmp_path: Path) -> None:
     aside = catalog.set_aside(save(tmp_path, 5))
     anew = "and step_00000005 is there anew; move it into another folder as step_00000005, and"
     for line in ("was set aside; rename it to step_00000005, and name that", f"was set aside, {anew}"):
-        for check in (lambda: _check_load(str(aside), tmp_path), lambda: find_ensemble([aside])):
+        for check in (lambda: _check_load(str(aside), [tmp_path]), lambda: find_ensemble([aside])):
             with pytest.raises(ValueError, match=f"{aside}: {line}"):
                 check()
         save(tmp_path, 5)
@@ -252,6 +253,17 @@ def test_a_resume_reads_no_first_weights(tmp_path: Path) -> None:
         check_start(run.replace(checkpoint=CheckpointConfig(load="none")))
 
 
+def test_a_new_job_checks_its_weights_beside_older_jobs(tmp_path: Path) -> None:
+    training = {"training__pretrained": str(tmp_path / "gone"), "training__output_dir": str(tmp_path)}
+    alone = {"parallel__replicas": "auto", "noloco__routing": "off"}
+    run = config(**training, **alone, federation={"rendezvous": "tcp://there:29600", "encryption": "none"})
+    save(tmp_path / "replica_00", 5)
+    check_start(run, 0)
+    with pytest.raises(UserError, match="gone"):
+        check_start(run, 1)
+    check_start(run)  # `config --check` does not know which job it is
+
+
 HOW_A_MACHINE_COMPUTES = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -279,7 +291,7 @@ def test_jobs_of_a_federation_compare_where_the_training_ends(changes: dict[str,
     def alike(changes: dict[str, Any]) -> dict[str, str]:
         changes = changes | {"model": CONFIG["model"] | changes.get("model", {})}
         config = RunConfig(**CONFIG | {"training": {"train_iters": 5}} | changes)
-        return _alike(config, ByteTokenizer(), config.architecture(257)).digests
+        return identity_of(config, ByteTokenizer(), config.architecture(257)).digests
 
     assert differences(alike({}), alike(changes)) == named
 

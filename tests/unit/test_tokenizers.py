@@ -417,7 +417,7 @@ class TestCopy:
         settings = checkpoint_settings(run, Topology(), {}, kept)
         kept.copy_to(copy)
         shutil.rmtree(original)
-        after = _tokenizer(run)
+        after = _tokenizer(run, [tmp_path / "run"])
         assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer
         after.copy_to(copy)  # which is its own place
         assert FastTokenizer(copy).digest == after.digest

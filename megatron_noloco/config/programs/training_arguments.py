@@ -178,8 +178,8 @@ _NO_EQUAL = {
     "data.split says which part of data.text is for validation": "validation_file validation_split_percentage",
     "model.family and the sizes are those of --config": "model_type config_overrides",
     _DATA: "dataset_name dataset_mixture dataset_mixer datasets dataset dataset_id",
-    "training.train_iters counts local steps: one pass over the data is the line `data:` of "
-    "config --check": "num_train_epochs=3.0",
+    "training.train_iters counts local steps; the log's line `data:` says how often the text is "
+    "read": "num_train_epochs=3.0",
     _MEMORY: "fsdp parallelism_config",
     _PEFT: "use_peft=full load_in_4bit=full load_in_8bit=full finetuning_type=full",
     "it would change what is trained, and is not supported; leave it out": """
