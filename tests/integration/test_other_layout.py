@@ -19,9 +19,11 @@ from tests.harness import run_ranks, slow
 from tests.integration.chaos import Run
 from tests.integration.test_resume import starts
 from tests.integration.tiny import (
+    BF16,
     FAMILY_MODELS,
     MUON,
     MUON_ROUNDING,
+    TIED,
     already_joined,
     build_run,
     metrics,
@@ -33,9 +35,7 @@ from tests.unit.test_checkpoint_files import flip_a_bit
 SAVED, STEPS = 5, 10
 K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
 FP32_LOSS = 2e-6  # by which losses of about 5 may differ where sums have another order
-BF16 = {"bf16": {"enabled": True}}
 EXPERTS = {"model": FAMILY_MODELS["mixtral"]}
-TIED = {"model": {"untie_embeddings_and_output_weights": False}}
 LATE = {"noloco": {"overlap_steps": 3}}  # begun at 3, merged at 6
 
 Changes = dict[str, Any]

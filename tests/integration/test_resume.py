@@ -21,12 +21,11 @@ from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks, slow
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
-from tests.integration.tiny import MUON, already_joined, at_steps, build_run, metrics, write_text
+from tests.integration.tiny import BF16, MUON, TIED, already_joined, at_steps, build_run, metrics, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
 
 STEPS, SAVED = 12, 6
 K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
-BF16 = {"bf16": {"enabled": True}}
 DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 
 
@@ -50,7 +49,6 @@ def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any
 
 
 STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
-TIED = {"model": {"untie_embeddings_and_output_weights": False}}
 OFF = {"noloco": {"enabled": False}}
 
 # name: (changes of the tiny config, ranks). Candidates go on to the last bit as well: plain replicas in
