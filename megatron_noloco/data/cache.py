@@ -155,7 +155,8 @@ def _make(folder: Path, digest: str, recipe: Recipe, advance: Advance) -> Entry:
             put_in_place(partial, folder / digest)
         except OSError:  # without locks, another process may have been faster
             if find_entry(folder, digest) is None:
-                raise
+                shutil.rmtree(folder / digest)  # a rest, of which a killed process had moved the facts away
+                put_in_place(partial, folder / digest)
         return Entry(folder / digest, facts)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -176,7 +177,11 @@ def write_named(prefix: Path, recipe: Recipe, check: Callable[[dict[str, Any]], 
     try:
         facts = obtain(prefix.parent, recipe).facts
         check(facts)
-        for made in ("data.bin", _FACTS, "data.idx"):
+        for made in (
+            _FACTS,
+            "data.bin",
+            "data.idx",
+        ):  # without its facts the entry is none, if this is killed here
             put_in_place(entry / made, Path(f"{prefix}.{made.removeprefix('data.')}"))
     finally:
         shutil.rmtree(entry, ignore_errors=True)

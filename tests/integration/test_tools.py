@@ -38,8 +38,11 @@ IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check
 # bench overlap is run by test_netlab.py as well.
 SECONDS_LONG = (
     "bench checkpoint",
+    "bench exchange",
+    "bench federation",
     "bench overlap",
     "bench routing",
+    "bench throughput",
     "gpu_check.attached",
     "gpu_check.replicas",
 )
@@ -103,7 +106,7 @@ def test_a_tool_prints_what_it_measures(name: str) -> None:
     assert figure in json.dumps(run(name, options.split()))
 
 
-@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+@pytest.mark.parametrize("name", by_hand(IN_THIS_PROCESS, SECONDS_LONG))
 def test_a_tool_prints_it_in_any_process(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,7 +142,7 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
     return layout(), layout()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(two_layouts())
 def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
     before, after = layouts
