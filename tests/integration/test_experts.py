@@ -11,8 +11,8 @@ from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.plans.topology import Topology
 from tests.harness import slow
 from tests.integration.chaos import Run
-from tests.integration.test_other_layout import SAVED, layout, saved_run
 from tests.integration.tiny import FAMILY_MODELS
+from tests.kit.saved_runs import SAVED, layout, saved_run
 
 MODEL = {**FAMILY_MODELS["mixtral"], "num_layers": 2, "init_method_std": 0.1}
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"

@@ -20,8 +20,8 @@ from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.model.families import FAMILIES
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
-from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
 from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, microbatch, train
+from tests.kit.models import assert_equal, exported, imported, load, logits_there, save
 
 
 def llama3(factor: float) -> dict[str, Any]:

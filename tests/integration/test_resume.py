@@ -22,7 +22,8 @@ from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks, slow
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
 from tests.integration.tiny import BF16, already_joined, at_steps, build_run, metrics, write_text
-from tests.unit.test_checkpoint_files import DAMAGES
+from tests.kit.checkpoints import DAMAGES
+from tests.kit.saved_runs import starts
 
 SAVED = 6
 K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
@@ -122,12 +123,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run.change(saving(save_interval=5, keep_last=9, train_iters=15))
     run.launch(4)
     return run
-
-
-def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
-    """The command, but the training ends where it starts."""
-    run_module.Run._loop = lambda run: (run.start_step, False)  # type: ignore[method-assign]
-    return command(rank, world_size, arguments)
 
 
 # Every rank sees the one, one rank the other; what else is damage, tests/unit/test_checkpoint_files.py has.
