@@ -237,6 +237,13 @@ def run_torchrun(
     return run_launcher([*command, *_target(module_or_script), *args], timeout, env)
 
 
+def run_python(
+    *words: str, timeout: float = 120, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with other words after it: `-c` and a program, or `-m` and a module with its arguments."""
+    return run_launcher([sys.executable, *words], timeout, env)
+
+
 def _target(module_or_script: str) -> list[str]:
     return [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
 

@@ -3,8 +3,6 @@
 import copy
 import gc
 import io
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -19,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.loop_watch import COPY_CHANGES, PER_MICROBATCH, SKIPPED
-from tests.harness import REPOSITORY
+from tests.harness import run_python
 from tests.integration.jobs import federation, paper, run_jobs
 
 if HAS_ACCELERATE := find_spec("accelerate") is not None:
@@ -223,7 +221,6 @@ def test_a_process_that_ends_in_between_says_so(end: str, tmp_path: Path) -> Non
         "noloco.step()",
         end,
     )
-    command = [sys.executable, "-c", "\n".join(lines)]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120).stderr
+    said = run_python("-c", "\n".join(lines)).stderr
     assert (ALONE.format(1) in said) == (not end)
     assert ("ZeroDivisionError" in said) == bool(end)

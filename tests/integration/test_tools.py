@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, by_hand, run_mpi
+from tests.harness import by_hand, run_mpi, run_python
 
 IN_FOLDER = {"bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds")}
 ALONE = {
@@ -53,8 +52,7 @@ def printed(output: str) -> dict[str, Any]:
 
 
 def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
-    command = [sys.executable, "-m", *f"tools.{name}".split(), *options]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=timeout)
+    finished = run_python("-m", *f"tools.{name}".split(), *options, timeout=timeout)
     assert finished.returncode == 0, finished.stderr
     return printed(finished.stdout)
 

@@ -26,11 +26,7 @@ CONFIG: dict[str, Any] = SMALLEST | {
     "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
     "training": {"train_iters": 20},
 }
-
-
 TOPOLOGY = Topology(replicas=3, pp=2)
-
-
 SIZES = (40, 24)  # parameters of the two stages
 
 
@@ -87,8 +83,6 @@ def edit_configs(folder: Path, block: str, **fields: Any) -> None:
 
 
 Damage = tuple[Callable[[Path], Any], str, str]  # what is done, the file or folder named, and the reason
-
-
 DAMAGES: dict[str, Damage] = {
     "truncated file": (lambda folder: edit(folder / TENSORS, lambda c: c[:-7]), TENSORS, "bytes instead of"),
     "flipped bit": (lambda folder: flip_a_bit(folder / TENSORS), TENSORS, "checksum does not match its"),

@@ -22,11 +22,7 @@ from megatron_noloco.plans.topology import Position, Topology
 from tests.unit.architectures import SMALL
 
 VECTORS = ("slow_weights", "inner.momentum")
-
-
 LAYERS, VOCABULARY, EXPERTS = 4, 30, 6
-
-
 STEP = 7
 
 

@@ -1,3 +1,5 @@
+"""Models that were trained, exported and imported, and what they compute."""
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

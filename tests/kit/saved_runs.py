@@ -13,17 +13,9 @@ from tests.integration.tiny import (
 )
 
 SAVED, STEPS = 5, 10
-
-
 K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
-
-
 EXPERTS = {"model": FAMILY_MODELS["mixtral"]}
-
-
 LATE = {"noloco": {"overlap_steps": 3}}  # begun at 3, merged at 6
-
-
 Changes = dict[str, Any]
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
@@ -32,7 +31,7 @@ from megatron_noloco.outer.payload import (
 from megatron_noloco.plans.payloads import BITS, keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
-from tests.harness import run_launcher, run_ranks
+from tests.harness import run_python, run_ranks
 from tests.loopback import loopback_world
 
 KINDS = ("near", "apart", "equal", "zero", "denormal", "large", "huge", "not finite", "only NaN")
@@ -300,7 +299,7 @@ def test_runs_have_the_same_bits_everywhere(rounds: int) -> None:
     program = f"from tests.unit.test_host_kernels import digest; print(digest({rounds}))"
     for instructions in ("avx2", "default"):  # which torch asks for when it is imported
         environ = {"ATEN_CPU_CAPABILITY": instructions, "CC": "false"}
-        done = run_launcher([sys.executable, "-c", program], 600, environ)
+        done = run_python("-c", program, timeout=600, env=environ)
         assert done.returncode == 0, done.stderr
         found.add(done.stdout.strip())
     assert len(found) == 1
@@ -358,5 +357,5 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         "    os._exit(int(out[0, 0].item() != expected))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = run_launcher([sys.executable, "-c", program], 60, None)
+    done = run_python("-c", program)
     assert (done.stdout, done.stderr) == ("0\n", "")
