@@ -327,7 +327,7 @@ def of_few_ranks(seed: int) -> bool:
 
 
 FEDERATED = list(filter(of_few_ranks, range(100)))[:12]
-QUICK_FEDERATED = (11, 12)  # with overlap; of two stages with two chunks and dropout
+QUICK_FEDERATED = (10, 12)  # four jobs with overlap; two of two stages with two chunks and dropout
 
 
 @pytest.mark.parametrize(
