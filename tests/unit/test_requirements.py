@@ -2,8 +2,10 @@
 
 import re
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -39,3 +41,9 @@ def test_first_and_last_python_have_a_combination() -> None:
     supported = SpecifierSet(PROJECT["requires-python"])
     pythons = [f"3.{minor}" for minor in range(30) if supported.contains(f"3.{minor}.0")]
     assert {one.python for one in COMBINATIONS} == {pythons[0], pythons[-1]}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("package", ["megatron-core", "deepspeed"])
+def test_the_installed_version_is_a_supported_one(package: str) -> None:
+    assert version(package) in INSTALLED[package]
