@@ -216,8 +216,11 @@ def test_a_loop_that_is_not_closed_says_so(averages: bool, tmp_path: Path) -> No
 def test_a_process_that_ends_in_between_says_so(end: str, tmp_path: Path) -> None:
     """Not after an exception, which is the reason."""
     lines = (
-        "from tests.integration.test_loop_watch import *",
-        f"noloco = attach(model(), paper(), **federation(Path({str(tmp_path)!r}), 0, 1))",
+        "from pathlib import Path",
+        "from torch.nn import Linear",
+        "from megatron_noloco.attach import attach",
+        "from tests.integration.jobs import federation, paper",
+        f"noloco = attach(Linear(3, 1), paper(), **federation(Path({str(tmp_path)!r}), 0, 1))",
         "noloco.step()",
         end,
     )

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -284,6 +285,7 @@ def in_a_fork(function: Callable[[], Any], **environ: str) -> tuple[Any, str]:
 
     def another(rank: int, world_size: int) -> tuple[Any, str]:
         os.environ |= environ
+        logging.getLogger().handlers.clear()  # those of pytest
         host_kernels._library.cache_clear()
         with redirect_stderr(io.StringIO()) as said:
             return function(), said.getvalue()
