@@ -16,7 +16,7 @@ help:
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: make lint, the unit tests, make docs'
 	@echo 'make golden       write anew what tests compare messages with, in tests/golden/; review the difference'
-	@echo 'make lint         ruff, its formatter and mypy'
+	@echo 'make lint         ruff, its formatter, import-linter and mypy'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make matrix       the supported versions of the engines together, in environments of their own (hours, 6 GB each)'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
@@ -53,6 +53,7 @@ golden: $(INSTALLED)
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
 	.venv/bin/mypy
 
 contracts: $(INSTALLED)
@@ -83,5 +84,5 @@ pictures: $(INSTALLED)
 	@.venv/bin/python -m tools.pictures docs
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import resource
 import runpy
 import signal
 import socket
@@ -258,6 +257,13 @@ def run_torchrun(
     return run_launcher([*command, *_target(module_or_script), *args], timeout, env)
 
 
+def run_python(
+    *words: str, timeout: float = 120, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this Python with other words after it: `-c` and a program, or `-m` and a module with its arguments."""
+    return run_launcher([sys.executable, *words], timeout, env)
+
+
 def _target(module_or_script: str) -> list[str]:
     return [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
 
@@ -342,17 +348,6 @@ def said(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     """Return what the ranks of a successful launch printed by `say`, in any order."""
     assert finished.returncode == 0, f"exit code {finished.returncode}\n{finished.stdout}\n{finished.stderr}"
     return [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
-
-
-@contextmanager
-def full_disk(file_bytes: int = 1000) -> Iterator[None]:
-    """Let the system refuse to write more than this into any file of this process (EFBIG)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def free_port() -> int:

@@ -3,11 +3,10 @@
 import os
 import socket
 import subprocess
-import sys
 from typing import Any
 
 from megatron_noloco.job.world import cores_on_this_host
-from tests.harness import run_mpi, run_ranks, run_torchrun, said
+from tests.harness import run_mpi, run_python, run_ranks, run_torchrun, said
 
 MODULE = "tests.distributed.join_world"
 
@@ -34,9 +33,7 @@ def test_under_torchrun() -> None:
 
 
 def test_alone() -> None:
-    command = [sys.executable, "-m", MODULE, "auto"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    (line,) = lines(finished, ranks=1)
+    (line,) = lines(run_python("-m", MODULE, "auto", timeout=180), ranks=1)
     assert (line["launcher"], line["outcomes"]) == ("single", {"auto": "torch"})
 
 

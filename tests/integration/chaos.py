@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from copy import copy as copy_of
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.tiny import already_joined, at_steps, metrics, tiny, write_config, write_text
+from tests.kit.faults import die_at_touch
 
 # Depends on the run alone, not on the machine's speed.
 EXACT = (
@@ -142,7 +141,7 @@ def command(
     for fault in faults:
         if fault.rank == rank:
             if isinstance(fault, Death):
-                _die_at_touch(fault)
+                die_at_touch("checkpoints/step_", fault.touch, fault.milliseconds)
             else:
                 at_steps(partial(_signal_before_step, fault))
     out, err = io.StringIO(), io.StringIO()
@@ -154,23 +153,6 @@ def command(
 def _signal_before_step(fault: Fault, done: int) -> None:
     if done == fault.before_step:
         os.kill(os.getpid(), fault.signal)
-
-
-def _die_at_touch(death: Death) -> None:
-    left = death.touch
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        if (
-            left > 0
-            and event in ("open", "os.mkdir", "os.rename")
-            and "checkpoints/step_" in str(arguments[0])
-        ):
-            left -= 1
-            if left == 0:
-                threading.Timer(death.milliseconds / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    sys.addaudithook(hook)
 
 
 def assert_same_state(found: Path, expected: Path) -> None:

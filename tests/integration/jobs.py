@@ -27,6 +27,7 @@ from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, key_file, run_ranks
 
 SECONDS = 60.0
+EXACT = {"rtol": 0, "atol": 1e-6}
 
 
 def paper(**changes: Any) -> NolocoSettings:
@@ -50,6 +51,41 @@ def by_the_equations(first: Tensor, before: Tensor, seed: int) -> Tensor:
         phi = phi + delta
         after.append(phi)
     return torch.stack(after)
+
+
+def trained(
+    noloco: Attached,
+    step: Callable[[int], object],
+    weights: Callable[[], Tensor],
+    rounds: int,
+    exchange: Callable[[], Sequence[object]] | None = None,
+) -> dict[str, Tensor]:
+    """Return the first weights, and those before and after each round, shape [rounds, elements].
+
+    Args:
+        step: takes a local step, or computes a microbatch; its number is given.
+        exchange: in the place of `noloco.step`.
+    """
+    first, before, after, number = weights(), list[Tensor](), list[Tensor](), 0
+    while len(after) < rounds:
+        step(number)
+        theta = weights()
+        if (exchange or noloco.step)():
+            before.append(theta)
+            after.append(weights())
+        number += 1
+    return {"first": first, "before": torch.stack(before), "after": torch.stack(after)}
+
+
+def assert_by_the_equations(
+    found: Sequence[dict[str, Any]], size: int, seed: int, **tolerance: float
+) -> None:
+    """Compare what the ranks of replicas, of so many ranks each, have `trained`."""
+    before = torch.stack([one["before"] for one in found[::size]], dim=1)
+    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
+    expected = by_the_equations(found[0]["first"], before, seed)
+    for rank, one in enumerate(found):
+        torch.testing.assert_close(one["after"], expected[:, rank // size], **tolerance or EXACT)
 
 
 def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str, Any]:

@@ -31,9 +31,10 @@ from tests.unit.datasets import write_dataset
 
 STEPS = 6
 MOST_RANKS = 8
-# All with rounds. 40 along routes, with virtual stages, bf16 and int4; 47 with tensor parallelism, records packed,
-# overlap and fragments; 36 with experts, documents told apart and int8. Candidates like them have up to 8 ranks.
-QUICK = (36, 40, 47)
+# All with rounds. 25 of three in one group, saved while an exchange is under way; 36 with experts, Muon, documents
+# told apart, int8; 40 along routes, with virtual stages, bf16 and int4; 47 with tensor parallelism, Muon, records
+# packed, overlap and fragments; 59 with dp 2. Candidates like them have up to 8 ranks.
+QUICK = (25, 36, 40, 47, 59)
 SEEDS = [seed if seed in QUICK else slow(seed) for seed in range(60)]
 
 YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 64}
@@ -326,7 +327,7 @@ def of_few_ranks(seed: int) -> bool:
 
 
 FEDERATED = list(filter(of_few_ranks, range(100)))[:12]
-QUICK_FEDERATED = (11, 12)  # with overlap; of two stages with two chunks and dropout
+QUICK_FEDERATED = (10, 12)  # four jobs with overlap; two of two stages with two chunks and dropout
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.attach.deepspeed_engine import deepspeed_engine
 from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
+    assert_by_the_equations,
     assert_inner_optimizer_is_handed_over,
-    by_the_equations,
     federation,
     paper,
     refusal,
     run_jobs,
+    trained,
 )
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
@@ -113,21 +114,18 @@ def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds:
     """The first weights, those before and after each round; microbatches with a collective outside the replica."""
     engine = engine_of(stage, ReplicaGroups(REPLICAS), **block)
     noloco = attach(engine, SETTINGS, replicas=REPLICAS, seed=SEED)
-    spy = Spy()
+    spy, draw = Spy(), torch.Generator().manual_seed(rank)
     spy.listen_to_torch()
-    first, before, after = whole(engine), [], []
-    draw = torch.Generator().manual_seed(rank)
-    for step in range(2 * 2 * rounds):  # two microbatches to a local step
-        spy.step = step
+
+    def step(number: int) -> None:
+        spy.step = number
         microbatch(engine, draw)
-        ends_phase = step % 4 == 3
-        before += [whole(engine)] * ends_phase
-        assert len(noloco.step()) == ends_phase
-        after += [whole(engine)] * ends_phase
+
+    found = trained(noloco, step, partial(whole, engine), rounds)
+    assert noloco.done == 2 * rounds
     own = range(rank - rank % SIZE, rank - rank % SIZE + SIZE)
     left = {call.step for call in spy.calls if call.peer is None and not set(call.ranks) <= set(own)}
     messages = sum(call.peer is not None and call.peer not in own for call in spy.calls)
-    found = {"first": first, "before": torch.stack(before), "after": torch.stack(after)}
     return found | {"left": left, "messages": messages}
 
 
@@ -178,12 +176,8 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 80},
         }
     found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
-    tolerance = {"rtol": 2**-7, "atol": 2e-4} if "bf16" in precision else {"rtol": 0, "atol": 1e-6}
-    before = torch.stack([one["before"] for one in found[::SIZE]], dim=1)
-    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
-    expected = by_the_equations(found[0]["first"], before, SEED)
-    for rank, one in enumerate(found):
-        torch.testing.assert_close(one["after"], expected[:, rank // SIZE], **tolerance)
+    tolerance = {"rtol": 2**-7, "atol": 2e-4} if "bf16" in precision else {}
+    assert_by_the_equations(found, SIZE, SEED, **tolerance)
     # ZeRO 3 compares the order of modules, which it records in the first passes, among all ranks of a job.
     assert all(one["left"] <= ({0, 1} if stage == 3 else set()) for one in found)
     assert all(one["messages"] for one in found)

@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +12,7 @@ import pytest
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import samples
-from tests.harness import call, run_mpi
+from tests.harness import call, run_mpi, run_python
 from tests.integration.tiny import already_joined
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
@@ -170,8 +168,7 @@ def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
 
 
 def test_a_command_without_a_launcher_is_answered_in_one_line(folder: Path) -> None:
-    command = [sys.executable, "-m", "megatron_noloco", "train", "--config", config_with(folder, {})]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finished = run_python("-m", "megatron_noloco", "train", "--config", config_with(folder, {}))
     ranks = "1 rank is not 2 replicas x pipeline 1 x data 1 x tensor 1 = 2"
     assert_one_line(finished.returncode, finished.stderr, (ranks, "no launcher has started this"))
     assert finished.stdout == ""

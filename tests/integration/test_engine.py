@@ -1,8 +1,7 @@
-"""The engine against what it must equal: plain torch, and itself on other topologies."""
+"""The engine against plain torch. tests/layouts compares it with itself."""
 
 import math
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,21 +11,20 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
-from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_block import Bf16Config, DeepSpeedConfig, Fp16Config, ZeroConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.engine.schedules import RatioLR
 from megatron_noloco.fields import Settings
-from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
-from tests.harness import by_hand, run_ranks, slow
+from tests.harness import run_ranks, slow
 from tests.integration.tiny import (
+    BF16,
     MUON,
-    VOCABULARY,
     Recorded,
     build,
+    initial_weights,
     microbatch,
     sizes,
     tiny,
@@ -36,44 +34,10 @@ from tests.integration.tiny import (
 from tests.unit.configs import SMALLEST
 
 STEPS = 5
-BF16 = {"bf16": {"enabled": True}}
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def table(tied: bool = False) -> Table:
-    raw = tiny({"model": {"untie_embeddings_and_output_weights": not tied}})
-    return table_of(RunConfig(**raw).architecture(VOCABULARY))
 
 
 def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = STEPS) -> list[dict[str, Any]]:
     return run_ranks(ranks, train, tiny(changes), steps)
-
-
-def losses(ranks: list[dict[str, Any]]) -> Tensor:
-    """The replica's loss at each step: the mean over the microbatches of all its dp ranks."""
-    seen = torch.tensor([rank["losses"] for rank in ranks if rank["losses"][0]], dtype=torch.float64)
-    return seen.mean(dim=(0, 2))
-
-
-def grad_norms(ranks: list[dict[str, Any]]) -> Tensor:
-    norms = torch.tensor([rank["grad_norms"] for rank in ranks], dtype=torch.float64)
-    torch.testing.assert_close(norms, norms[:1].expand_as(norms), rtol=1e-6, atol=0)
-    return norms[0]
-
-
-@cache
-def single(tied: bool = False) -> list[dict[str, Any]]:
-    """The fp32 run on one rank that others are compared with."""
-    return run({"model": {"untie_embeddings_and_output_weights": not tied}})
-
-
-def assert_same_training(
-    found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float
-) -> None:
-    assert losses(expected)[-1] < losses(expected)[0] - 0.3, "a run that does not learn compares nothing"
-    torch.testing.assert_close(losses(found), losses(expected), rtol=0, atol=tolerance)
-    torch.testing.assert_close(grad_norms(found), grad_norms(expected), rtol=tolerance, atol=0)
 
 
 # Against plain torch
@@ -109,9 +73,8 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
 def distance_from_plain_torch(changes: dict[str, Any]) -> float:
     (found,) = run(changes)
     (expected,) = run_ranks(1, plain_torch, tiny(changes), found["learning_rates"])
-    (start,) = run_ranks(1, initial_weights, tiny(changes))
     assert found["weights"].keys() == expected.keys()
-    assert all(not torch.equal(expected[name], start[name]) for name in expected), "every weight has moved"
+    assert not any(torch.equal(expected[name], found["start"][name]) for name in expected), "all have moved"
     return max(float((found["weights"][name] - expected[name]).abs().max()) for name in expected)
 
 
@@ -162,79 +125,17 @@ def test_equals_plain_torch_exactly(name: str) -> None:
 
 def test_equals_plain_adamw_with_clipping() -> None:
     """Not bitwise: DeepSpeed divides by (norm + 1e-6) / clip where torch multiplies by clip / (norm + 1e-6)."""
-    assert min(single()[0]["grad_norms"]) > 0.5, "every step is clipped"
+    assert min(run()[0]["grad_norms"]) > 0.5, "every step is clipped"
     assert distance_from_plain_torch({}) < 1e-6
 
 
-# Other topologies
+# Weights at the start
 
 
-TP2, PP2, DP2 = sizes(tp=2), sizes(pp=2), sizes(dp=2)
-SEQUENCE = {**TP2, "sequence_parallel": True}
-HALF_THE_MICROBATCHES = {"gradient_accumulation_steps": 2}
-ZERO_2 = {"zero_optimization": {"stage": 2}}
-TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
-    "TP2 x PP2": ({"parallel": {**TP2, **PP2}}, 4),
-    "TP2 x PP2 with sequence parallelism": ({"parallel": {**SEQUENCE, **PP2}}, 4),
-    "PP2 x VP2": ({"parallel": sizes(pp=2, vpp=2)}, 2),
-    "PP2 of 1 and 3 layers": ({"parallel": {**PP2, "num_layers_in_first_pipeline_stage": 1}}, 2),
-    "DP2 x PP2": ({"parallel": {**DP2, **PP2}, **HALF_THE_MICROBATCHES}, 4),
-    "DP2 with ZeRO 2": ({"parallel": DP2, **HALF_THE_MICROBATCHES, **ZERO_2}, 2),
-}
-
-
-@pytest.mark.parametrize("name", by_hand(TOPOLOGIES, ["TP2 x PP2"]))
-def test_topologies_train_alike(name: str) -> None:
-    changes, ranks = TOPOLOGIES[name]
-    assert_same_training(run(changes, ranks), single(), 1e-5)
-
-
-def test_zero_2_trains_as_zero_1() -> None:
-    """Tied and recomputed. test_experts.py has experts with it, test_muon.py Muon."""
-    changes = {"model": {**RECOMPUTE, "untie_embeddings_and_output_weights": False}, "parallel": DP2}
-    assert_same_training(run({**changes, **ZERO_2}, 2), run(changes, 2), 1e-5)
-
-
-def test_sequence_parallel_norms_stay_equal_over_tp() -> None:
-    """Each sees other tokens, so without a sum over the tp ranks their copies would drift apart.
-
-    In fp32 test_families.py looks at the copies.
-    """
-    first, second = run({"parallel": SEQUENCE, **BF16}, 2)
-    norms = [name for name in first["weights"] if table().find(name).tp_dim is None]
-    assert len(norms) == 2 * 4 + 1
-    for name in norms:
-        assert torch.equal(first["weights"][name], second["weights"][name]), name
-        assert first["weights"][name].unique().numel() > 1, f"{name} was trained"
-
-
-def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
-    _, _, stage = build(raw, world_size)
-    return weights_of(stage)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "tied"),
-    [(sizes(pp=2, vpp=2), 2, False), ({**TP2, **PP2}, 4, True), ({"replicas": 2, **DP2}, 4, False)],
-    ids=str,
-)
-def test_initial_weights_do_not_depend_on_the_topology(
-    parallel: dict[str, int], ranks: int, tied: bool
-) -> None:
-    model = {"untie_embeddings_and_output_weights": not tied}
-    (whole,) = run_ranks(1, initial_weights, tiny({"model": model}))
-    raw = tiny({"model": model, "parallel": parallel})
-    topology = RunConfig(**raw).topology(ranks)
-    met: set[str] = set()
-    for rank, weights in enumerate(run_ranks(ranks, initial_weights, raw)):
-        at = topology.position(rank)
-        for name, weight in weights.items():
-            row = table(tied).find(
-                name
-            )  # the last stage's copy of a tied embedding has the output layer's name
-            assert torch.equal(weight, row.slice(whole[row.source], at.tp, topology.tp)), (rank, name)
-        met |= weights.keys()
-    assert met >= whole.keys()
+def test_replicas_start_from_equal_weights() -> None:
+    """tests/layouts compares those of all layouts of one replica."""
+    first, *others = run_ranks(2, initial_weights, tiny({"parallel": {"replicas": 2}}))
+    assert all(torch.equal(other[name], weight) for other in others for name, weight in first.items())
 
 
 def test_every_matrix_starts_from_numbers_of_its_own() -> None:
@@ -243,83 +144,9 @@ def test_every_matrix_starts_from_numbers_of_its_own() -> None:
     assert len({weight.flatten()[0].item() for weight in matrices}) == len(matrices) > 10
 
 
-# Tied embeddings, recompute, dropout
-
-
-TIED = {"model": {"untie_embeddings_and_output_weights": False}}
-
-
-def test_tied_embeddings_with_two_stages() -> None:
-    """In fp32 test_routing.py compares their gradients, test_muon.py their copies."""
-    ranks = run({**TIED, **BF16, "parallel": PP2}, 2)
-    assert_same_training(ranks, single(tied=True), 0.03)
-    first, last = ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT]
-    assert torch.equal(first, last), "the two copies stay one"
-    assert (losses(single(tied=True)) - losses(single())).abs().max() > 1e-3, "tying changes the model"
-
-
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        RECOMPUTE,
-        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-        {"recompute_granularity": "selective"},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-    ],
-    ids=["full uniform", "full block", "selective", "selective modules"],
-)
-def test_recomputed_activations_change_nothing(recompute: dict[str, Any]) -> None:
-    (found,) = run({"model": recompute})
-    (expected,) = single()
-    assert found["losses"] == expected["losses"]
-    assert torch.equal(found["master"], expected["master"])
-
-
-def test_recompute_draws_the_same_dropout_again() -> None:
-    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-    (plain,) = run({"model": dropout})
-    (again,) = run({"model": dropout | RECOMPUTE})
-    assert plain["losses"] != single()[0]["losses"], "dropout is on"
-    assert torch.equal(plain["master"], again["master"])
-
-
-# Half precision
-
-
-@cache
-def single_bf16() -> list[dict[str, Any]]:
-    return run(BF16)
-
-
-def test_bf16_stays_close_to_fp32() -> None:
-    ranks = single_bf16()
-    assert ranks[0]["master"].dtype == torch.float32
-    assert {weight.dtype for weight in ranks[0]["weights"].values()} == {torch.bfloat16}
-    assert_same_training(ranks, single(), 0.03)
-    assert ranks[0]["losses"] != single()[0]["losses"]
-
-
-BF16_SLOW = ("TP2 x PP2 with sequence parallelism", "DP2 with ZeRO 2")
-
-
-@pytest.mark.parametrize("name", by_hand(["DP2 x PP2", *BF16_SLOW], BF16_SLOW))
-def test_topologies_train_alike_in_bf16(name: str) -> None:
-    changes, ranks = TOPOLOGIES[name]
-    assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)
-
-
-# Where the CPU has fp16 arithmetic
-fp16_arithmetic = pytest.mark.skipif(
+@pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU has no fp16 arithmetic"
 )
-
-
-@fp16_arithmetic
-def test_fp16_with_a_static_scale() -> None:
-    assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
-
-
-@fp16_arithmetic
 def test_fp16_while_a_dynamic_scale_grows() -> None:
     """It doubles in every step: each gradient is divided by the scale that its loss had."""
     sgd = {"type": "SGD", "params": {"lr": 1.0, "betas": None, "eps": None, "weight_decay": None}}
@@ -327,8 +154,9 @@ def test_fp16_while_a_dynamic_scale_grows() -> None:
     growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
     found = run({"fp16": growing, **plain})
     expected = run({"fp16": {"enabled": True, "loss_scale": 16}, **plain})
-    assert losses(expected)[-1] < losses(expected)[0] - 0.2
-    torch.testing.assert_close(losses(found), losses(expected), rtol=0, atol=0.01)
+    before, after = (torch.tensor(one[0]["losses"]).mean(dim=1) for one in (expected, found))
+    assert before[-1] < before[0] - 0.2
+    torch.testing.assert_close(after, before, rtol=0, atol=0.01)
 
 
 # Gradients that are not finite
@@ -377,7 +205,7 @@ def poisoned_run(
 )
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, Any], poison: float) -> None:
     """On any rank of the replica, and it is counted. The schedule does not go on either."""
-    raw = tiny({"parallel": {**DP2, **PP2}, **changes})
+    raw = tiny({"parallel": sizes(dp=2, pp=2), **changes})
     for changed, recorded in run_ranks(4, poisoned_run, raw, poison):
         assert changed == [True, False, True]
         assert recorded["train/skipped_steps"] == [0, 1, 0]
@@ -424,7 +252,7 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 
 
 def test_working_weights_follow_the_master_weights_over_dp() -> None:
-    raw = tiny({"parallel": {**DP2, **PP2}, **BF16})
+    raw = tiny({"parallel": sizes(dp=2, pp=2), **BF16})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4
 
 

@@ -1,11 +1,10 @@
-"""Every family: trains alike on all topologies, and is, there and back, the model that transformers has."""
+"""Every family is, there and back, the model that transformers has, and trains like it."""
 
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,9 +20,8 @@ from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.model.families import FAMILIES
 from megatron_noloco.plans.topology import Topology
 from tests.harness import run_ranks
-from tests.integration.test_engine import assert_same_training
-from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
-from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, microbatch, tiny, train
+from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, microbatch, train
+from tests.kit.models import assert_equal, exported, imported, load, logits_there, save
 
 
 def llama3(factor: float) -> dict[str, Any]:
@@ -171,44 +169,6 @@ def test_the_comparison_of_logits_sees_it(what: str, tmp_path: Path) -> None:
 
 
 # Training
-
-STEPS = 5
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-SEQUENCE = {**TP2, **PP2, "sequence_parallel": True}
-# Biases without sequence parallelism and with it, norms of heads with it: who has which gradient differs.
-# test_experts.py and test_engine.py train the others.
-TRAINED = [
-    pytest.param(model, parallel, id=f"{model}, {name}", marks=[] if quick else [pytest.mark.slow])
-    for model in FAMILY_MODELS
-    for name, parallel, quick in (
-        ("PP2", PP2, False),
-        ("TP2", TP2, model in ("qwen2", "starcoder2")),
-        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "qwen3_moe", "starcoder2")),
-    )
-]
-
-
-@cache
-def on_one_rank(model: str) -> list[dict[str, Any]]:
-    return run_ranks(1, train, tiny({"model": FAMILY_MODELS[model]}), STEPS)
-
-
-@pytest.mark.parametrize(("model", "parallel"), TRAINED)
-def test_topologies_train_alike(model: str, parallel: dict[str, Any]) -> None:
-    parallel = parallel | sequence_parallel(FAMILY_MODELS[model]["family"], parallel)
-    changes = {"model": FAMILY_MODELS[model], "parallel": parallel}
-    tp, pp = (parallel.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    ranks = run_ranks(tp * pp, train, tiny(changes), STEPS)
-    assert_same_training(ranks, on_one_rank(model), 1e-5)
-    if tp == 1:
-        return
-    first, second = (rank["weights"] for rank in ranks[:2])
-    whole = ("norm", "router", "linear_proj.bias", "linear_fc2.bias")
-    copies = [name for name in first if any(part in name for part in whole)]
-    assert copies
-    for name in copies:
-        assert torch.equal(first[name], second[name]), f"two copies of {name}"
-
 
 # Mixtures have losses that balance their experts, of which transformers has another form.
 LIKE_THEIRS = ["Llama 3.2", "Qwen2, Qwen2.5", "Qwen3 with YaRN", "Mistral with a window", "StarCoder2"]

@@ -26,7 +26,7 @@ from tests.harness import REPOSITORY, free_port, run_ranks, until
 from tests.integration.chaos import command
 from tests.integration.faulty_run import plant
 from tests.integration.federation import Federation, assert_same, begin_alone, state_of
-from tests.integration.tiny import at_steps, run_as_slots, sizes, tiny, write_config, write_text
+from tests.integration.tiny import at_steps, sizes, tiny, write_text
 from tools.faults.replica import pause, send_times
 
 STEPS = 8
@@ -67,33 +67,6 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     measured = [line.split(" on ")[0] for line in outcomes["evaluate"].out.splitlines()]
     assert measured == ["each of 2 replicas (equal weights)"], "after the mean at the end"
     assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
-
-
-def test_separate_jobs_train_as_one_job_does(tmp_path: Path, text: str) -> None:
-    """To the last bit: weights, momentum, inner optimizer. test_any_config.py has jobs of several ranks."""
-    slots = 4
-    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "skip_local_steps": False}}
-    with Federation(tmp_path / "jobs", changes(text, **all_of_them)) as federation:
-        for replica in range(slots):
-            federation.start(replica)
-        federation.wait()
-        assert [federation.missed(replica) for replica in range(slots)] == [0] * slots
-        losses = [[row["train/loss"] for row in federation.rows(replica)] for replica in range(slots)]
-    one_job = {
-        "federation": None,
-        "parallel": {"replicas": slots},
-        "training": {"output_dir": str(tmp_path / "one")},
-        "noloco": {"routing": "off"},
-        "model": {"num_layers": 2},
-        "gradient_accumulation_steps": 2,
-    }
-    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text))))
-    run_ranks(slots, run_as_slots, config)
-    for replica in range(slots):
-        assert_same(
-            federation.state(replica, STEPS), state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
-        )
-    assert len({tuple(of_replica) for of_replica in losses}) == slots, "each has data of its own"
 
 
 def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron_noloco.preflight.invitation import invitation_in
 from tests.harness import REPOSITORY, network_lab, until
 from tests.netlab.lab import Lab
 from tests.netlab.network import Link
@@ -183,7 +184,7 @@ def follow(
         alone: what the first job logs before others are invited, a regular expression.
     """
     first, *others = machines
-    printed = [first.run(make)]
+    printed, secrets = [first.run(make)], list[str]()
     change(first.folder / "my-run.json", changes)
     _, start, invite, join, export = (commands[0] for commands, _ in FIVE)
     with ExitStack() as stack:
@@ -193,12 +194,14 @@ def follow(
             printed.append(first.run(invite, is_early="no job answers"))
             name = f"invitation-{slot}.noloco"
             shutil.copy(first.folder / name, machine.folder)
+            secrets.append(invitation_in((machine.folder / name).read_text()).member_file.splitlines()[1])
             line = join.replace("invitation-1.noloco", name)
             assert line in printed[-1].splitlines(), "invite prints the command of the page"
             jobs.append(stack.enter_context(machine.runs(line)))
         codes = [exit_code(job) for job in jobs]
         assert codes == [0, 0, 0], "\n".join(machine.log.read_text()[-3000:] for machine in machines)
     logs = [machine.log.read_text() for machine in machines]
+    assert not any(secret in log for secret in secrets for log in [*logs, *printed])
     assert "final average of replicas 0, 1, 2" in logs[0]
     runs = ("runs/my-run", "joined/run", "joined/run")
     exported = [

@@ -15,14 +15,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.shards import reshard
 from megatron_noloco.attach.torch_module import torch_engine
+from megatron_noloco.outer import RoundReport
 from tests.harness import run_ranks, slow
 from tests.integration.jobs import (
+    assert_by_the_equations,
     assert_inner_optimizer_is_handed_over,
-    by_the_equations,
     federation,
     paper,
     refusal,
     run_jobs,
+    trained,
 )
 from tests.integration.spy import Spy
 
@@ -98,23 +100,23 @@ def train(
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
     loop = Loop(mesh, rank if axes[-1] != "tensor" else rank // shape[-1], axes, policy)
     noloco = attach(loop.model, SETTINGS, replicas=REPLICAS, seed=SEED)
-    first, before, after, spy = loop.whole(), [], [], Spy()
+    spy = Spy()
     spy.listen_to_torch()
-    for step in range(3 * K):
-        loop.train_step(step)
-        ends_phase = step % K == K - 1
-        before += [loop.whole()] * ends_phase
-        spy.step = step
-        assert len(noloco.step()) == ends_phase
+
+    def exchange() -> list[RoundReport]:
+        spy.step = 0
+        reports = noloco.step()
         spy.step = -1
-        after += [loop.whole()] * ends_phase
+        return reports
+
+    found = trained(noloco, loop.train_step, loop.whole, 3, exchange)
+    assert noloco.done == 3 * K
     rounds = [call for call in spy.calls if call.step >= 0]
     weights = noloco.outer.weights
     assert loop.evaluate() != 0  # and what is not in the block stays gathered
     with weights.writing() as write:
         write(0, torch.zeros(weights.length))
     assert loop.evaluate() == 0, "the next forward pass computes with what was written"
-    found = {"first": first, "before": torch.stack(before), "after": torch.stack(after)}
     found |= {"copied": weights.copied(), "pieces": weights.length}
     return found | {"peers": {call.peer for call in rounds}}
 
@@ -134,11 +136,8 @@ def test_rounds_are_those_of_the_method(shape: tuple[int, ...], axes: tuple[str,
     """Against the formula, and without a collective."""
     size = torch.Size(shape).numel()
     found = run_ranks(REPLICAS * size, train, shape, axes, bf16)
-    before = torch.stack([one["before"] for one in found[::size]], dim=1)
-    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
-    expected = by_the_equations(found[0]["first"], before, SEED)
+    assert_by_the_equations(found, size, SEED)
     for rank, one in enumerate(found):
-        torch.testing.assert_close(one["after"], expected[:, rank // size], rtol=0, atol=1e-6)
         assert one["peers"] == {(rank + size) % (REPLICAS * size)}, "the same place of the other replica"
     total, elements = sum(one["pieces"] for one in found[:size]), found[0]["first"].numel()
     copied = sum(stop - start for one in found[:size] for start, stop in one["copied"])

@@ -15,7 +15,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.training.replica_state import ReplicaState
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, build, microbatch, tiny
-from tests.unit.test_states import WRONG, changed, leaves
+from tests.kit.states import WRONG, changed, leaves
 
 WSD = {"scheduler": {"type": "WSD", "params": {"total_num_steps": 50, "decay_num_steps": 10}}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}

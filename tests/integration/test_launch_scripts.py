@@ -132,40 +132,83 @@ def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == f"sampled in a copy by {root}"
 
 
+NO_NUMBER = "is not a number of processes: it comes first, as in 'launch/{script} 8 CONFIG'"
+NO_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host'
+NO_PYTHON = "Python 3.11, 3.12 or 3.13"
+PLAIN = f"8 {CONFIG}"
+# Script, arguments, variables, and the line that it ends with; {here} is a folder with the files of FILES.
+FILES = {
+    "none": "# none\n\n",
+    "one": "node1 slots=8\n",
+    "typo": "node1 slots=8 # fast\nnode2 slot=8\n",
+    "openmpi": "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n",
+    "old": '#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n',
+}
+REFUSED = [
+    *(
+        row
+        for script in LAUNCHERS
+        for row in (
+            (script, f"{CONFIG} 8", "", f'"{CONFIG}" {NO_NUMBER}'),
+            (script, f"08 {CONFIG}", "", f'"08" {NO_NUMBER}'),
+            (script, f"6 {REPOSITORY / CONFIG}", "", "6 ranks are not 4 replicas x pipeline 2"),
+        )
+    ),
+    ("mpirun.sh", PLAIN, "PYTHON=/opt/typo", "PYTHON=/opt/typo: there is no such program"),
+    ("mpirun.sh", PLAIN, "MPIRUN=/opt/typo", "MPIRUN=/opt/typo: there is no such program"),
+    *(
+        (script, PLAIN, f"HOSTFILE={{here}}/{file}", f"HOSTFILE={{here}}/{file}{line}")
+        for script in ("mpirun.sh", "deepspeed.sh")
+        for file, line in (
+            ("missing", ": there is no such file"),
+            ("none", ": names no host"),
+            ("typo", ", line 2: slot=8 is unknown: a line is like 'node1 slots=8'"),
+        )
+    ),
+    (
+        "deepspeed.sh",
+        PLAIN,
+        "LAUNCHER=rsh",
+        "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich",
+    ),
+    ("deepspeed.sh", PLAIN, "NODE_RANK=0", f"NODE_RANK=0 {NO_HOSTFILE}"),
+    (
+        *("deepspeed.sh", PLAIN, "LAUNCHER=openmpi HOSTFILE={here}/one"),
+        "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0",
+    ),
+    (
+        *("deepspeed.sh", PLAIN, "LAUNCHER=mpich HOSTFILE={here}/one MPIRUN={here}/openmpi"),
+        "LAUNCHER=mpich needs the mpirun of MPICH, which {here}/openmpi is not: set MPIRUN",
+    ),
+    (
+        *("deepspeed.sh", PLAIN, "NODE_RANK=first HOSTFILE={here}/one"),
+        "NODE_RANK=first: HOSTFILE={here}/one names hosts 0 to 0",
+    ),
+    ("setup.sh", "", "PYTHON=of-nowhere", f"set-up: there is no of-nowhere here; install {NO_PYTHON}"),
+    ("setup.sh", "", "PYTHON={here}/old", f"set-up: Python 3.9.2 does not fit: {NO_PYTHON} is needed"),
+]
+
+
+@pytest.mark.parametrize(("script", "arguments", "variables", "line"), REFUSED)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    script: str, arguments: str, variables: str, line: str, tmp_path: Path
+) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    here = {"here": tmp_path, "script": script}
+    environ = dict(word.split("=", 1) for word in variables.format_map(here).split())
+    code, said = launch(script, *arguments.split(), environ=environ)
+    assert code == (1 if script == "setup.sh" else 2)
+    assert line.format_map(here) in said
+    assert len(said.splitlines()) == 1
+
+
 @pytest.mark.parametrize("script", LAUNCHERS)
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "usage: launch/{script} N CONFIG"),
-        (
-            [CONFIG, "8"],
-            f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{{script}} 8 CONFIG'",
-        ),
-        (["08", CONFIG], '"08" is not a number of processes'),
-        (["6", str(REPOSITORY / CONFIG)], "6 ranks are not 4 replicas x pipeline 2"),
-    ],
-    ids=["none", "in another order", "a leading zero", "a wrong number"],
-)
-def test_wrong_arguments_start_nothing(script: str, arguments: list[str], says: str) -> None:
-    code, said = launch(script, *arguments)
+def test_a_script_without_arguments_says_its_usage(script: str) -> None:
+    code, said = launch(script)
     assert code == 2
-    assert says.format(script=script) in said
-    assert len(said.splitlines()) == 1 or not arguments
-
-
-@pytest.mark.parametrize(
-    ("variable", "line"),
-    [
-        ("PYTHON=/opt/typo", "there is no such program"),
-        ("MPIRUN=/opt/typo", "there is no such program"),
-    ],
-)
-def test_a_variable_that_names_nothing_starts_nothing(variable: str, line: str) -> None:
-    name, _, value = variable.partition("=")
-    code, said = launch("mpirun.sh", "8", CONFIG, environ={name: value})
-    assert code == 2
-    assert said.startswith(variable)
-    assert said.endswith(f"{line}\n")
+    assert f"usage: launch/{script} N CONFIG" in said
 
 
 def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
@@ -259,25 +302,6 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     assert re.fullmatch(pattern, finished.stdout.strip()), finished.stdout
 
 
-@pytest.mark.parametrize("script", ["mpirun.sh", "deepspeed.sh"])
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, ": there is no such file"),
-        ("# none\n\n", ": names no host"),
-        (
-            "node1 slots=8 # fast\nnode2 slot=8\n",
-            ", line 2: slot=8 is unknown: a line is like 'node1 slots=8'",
-        ),
-    ],
-)
-def test_a_wrong_hostfile_starts_nothing(script: str, content: str | None, says: str, tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    if content is not None:
-        path.write_text(content)
-    assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}{says}\n")
-
-
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_a_hostfile_of_windows_is_read(encoding: str, tmp_path: Path) -> None:
     """With a byte order mark, and carriage returns, which mpirun would take for parts of the names."""
@@ -291,30 +315,6 @@ def test_a_hostfile_of_windows_is_read(encoding: str, tmp_path: Path) -> None:
     said = (0, "node1 slots=4\nnode2 slots=4\n")
     assert launch("mpirun.sh", "8", CONFIG, environ=environ) == said
     assert {path.name for path in tmp_path.iterdir()} == {"hosts", "mpirun"}, "nothing is left behind"
-
-
-NEEDS_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host'
-
-
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ("LAUNCHER=rsh", "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich"),
-        ("NODE_RANK=0", f"NODE_RANK=0 {NEEDS_HOSTFILE}"),
-        ("LAUNCHER=openmpi HOSTFILE={hosts}", "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0"),
-        (
-            "LAUNCHER=mpich HOSTFILE={hosts} MPIRUN={mpirun}",
-            "LAUNCHER=mpich needs the mpirun of MPICH, which {mpirun} is not: set MPIRUN",
-        ),
-        ("NODE_RANK=first HOSTFILE={hosts}", "NODE_RANK=first: HOSTFILE={hosts} names hosts 0 to 0"),
-    ],
-)
-def test_deepspeed_refuses_what_it_could_not_start(environ: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("node1 slots=8\n")
-    write_programs(tmp_path, {"mpirun": "echo 'mpirun (Open MPI) 5.0.11'\n"})
-    here = {"hosts": tmp_path / "hosts", "mpirun": tmp_path / "mpirun"}
-    variables = dict(word.split("=", 1) for word in environ.format_map(here).split())
-    assert launch("deepspeed.sh", "8", CONFIG, environ=variables) == (2, f"{says.format_map(here)}\n")
 
 
 class Batch:
@@ -396,20 +396,6 @@ def test_slurm_is_told_to_warn_the_script_and_to_requeue() -> None:
     lines = (REPOSITORY / "launch" / "slurm.sh").read_text().splitlines()
     options = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
     assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(options)
-
-
-@pytest.mark.parametrize(
-    ("python", "says"),
-    [
-        ("of-nowhere", "set-up: there is no of-nowhere here; install Python 3.11, 3.12 or 3.13"),
-        ("{folder}/old", "set-up: Python 3.9.2 does not fit: Python 3.11, 3.12 or 3.13 is needed"),
-    ],
-)
-def test_setup_refuses_a_python_that_does_not_fit(python: str, says: str, tmp_path: Path) -> None:
-    write_programs(tmp_path, {"old": '[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n'})
-    code, said = launch("setup.sh", environ={"PYTHON": python.format(folder=tmp_path)})
-    assert (code, len(said.splitlines())) == (1, 1)
-    assert said.startswith(says)
 
 
 def test_setup_refuses_the_environment_of_another_copy(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 import copy
 import gc
 import io
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -19,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.loop_watch import COPY_CHANGES, PER_MICROBATCH, SKIPPED
-from tests.harness import REPOSITORY
+from tests.harness import run_python
 from tests.integration.jobs import federation, paper, run_jobs
 
 if HAS_ACCELERATE := find_spec("accelerate") is not None:
@@ -218,12 +216,14 @@ def test_a_loop_that_is_not_closed_says_so(averages: bool, tmp_path: Path) -> No
 def test_a_process_that_ends_in_between_says_so(end: str, tmp_path: Path) -> None:
     """Not after an exception, which is the reason."""
     lines = (
-        "from tests.integration.test_loop_watch import *",
-        f"noloco = attach(model(), paper(), **federation(Path({str(tmp_path)!r}), 0, 1))",
+        "from pathlib import Path",
+        "from torch.nn import Linear",
+        "from megatron_noloco.attach import attach",
+        "from tests.integration.jobs import federation, paper",
+        f"noloco = attach(Linear(3, 1), paper(), **federation(Path({str(tmp_path)!r}), 0, 1))",
         "noloco.step()",
         end,
     )
-    command = [sys.executable, "-c", "\n".join(lines)]
-    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120).stderr
+    said = run_python("-c", "\n".join(lines)).stderr
     assert (ALONE.format(1) in said) == (not end)
     assert ("ZeroDivisionError" in said) == bool(end)

@@ -26,12 +26,13 @@ from megatron_noloco.attach.megatron_optimizer import MegatronEngine
 from tests.harness import REPOSITORY, run_launcher, run_ranks, slow
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import (
+    assert_by_the_equations,
     assert_inner_optimizer_is_handed_over,
-    by_the_equations,
     federation,
     paper,
     refusal,
     run_jobs,
+    trained,
 )
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
@@ -95,21 +96,19 @@ def train(slot: int, rank: int, folder: Path, tensor_parallel: int, optimizer: s
         model, optimizer = BUILD[optimizer](tensor_parallel)
         noloco = attach(optimizer, SETTINGS, **federation(folder, slot, 2))
         weights = noloco.outer.weights
-        first, before, after = weights.read(), [], []
-        while noloco.done < K * ROUNDS:
+
+        def step(number: int) -> None:
             source = 10 * slot + (rank if tensor_parallel == 1 else 0)
-            LOOP.train_step(model, optimizer, LOOP.microbatch(noloco.done, source))
-            theta = weights.read()
-            if noloco.step():
-                before.append(theta)
-                after.append(weights.read())
+            LOOP.train_step(model, optimizer, LOOP.microbatch(number, source))
+
+        found = trained(noloco, step, weights.read, ROUNDS)
+        assert noloco.done == K * ROUNDS
         if optimizer.model_chunks:  # which a layer-wise optimizer of core 0.16 does not know
             load = partial(model[0].load_state_dict, model[0].state_dict())
             assert "load first, attach last" in refusal(load)
         working = torch.cat([parameter.detach().flatten() for parameter in model[0].parameters()])
         noloco.close()
-        rounds = {"before": torch.stack(before), "after": torch.stack(after)}
-        return {"first": first, "working": working, "copied": weights.copied(), **rounds}
+        return {"working": working, "copied": weights.copied(), **found}
 
 
 @pytest.mark.parametrize(
@@ -128,12 +127,7 @@ def test_rounds_are_those_of_the_method(tmp_path: Path, tensor_parallel: int, op
     """2 jobs of 2 ranks; against the formula, on the fp32 weights that each rank owns."""
     found = run_jobs(tmp_path, 2, 2, train, tmp_path, tensor_parallel, optimizer)
     for rank in range(2):
-        before, after = (
-            torch.stack([job[rank][when] for job in found], dim=1) for when in ("before", "after")
-        )
-        assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
-        expected = by_the_equations(found[0][rank]["first"], before, seed=0)
-        torch.testing.assert_close(after, expected, rtol=0, atol=1e-6)
+        assert_by_the_equations([job[rank] for job in found], 1, 0)
     for job in found:
         owned = [one["after"][-1] for one in job]
         if tensor_parallel == 1:

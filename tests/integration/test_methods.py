@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness import REPOSITORY, run_ranks, slow
+from tests.harness import REPOSITORY, run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
 MEASURED = ("speed/", "time/", "memory/")
@@ -130,31 +130,3 @@ def test_the_quickstart_trains_with_routing_and_without(
     rows = [row for replica in metrics(tmp_path) for row in replica]
     assert [row["round/index"] for row in rows] == [0, 1] * 2
     assert (sum(row["routing/share"] for row in rows) > 0) == routed
-
-
-@pytest.mark.parametrize(
-    ("shape", "ranks"),
-    [
-        slow({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3),
-        (
-            {
-                "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-                "noloco": {"routing": "microbatch"},
-            },
-            4,
-        ),
-    ],
-    ids=["three replicas, bf16", "routed stages"],
-)
-def test_the_same_seed_gives_the_same_run_twice(
-    tmp_path: Path, text: str, shape: dict[str, Any], ranks: int
-) -> None:
-    changes = {**shape, "model": {"hidden_dropout": 0.1}, "training": {"train_iters": 4}}
-    first = run(tmp_path / "first", text, ranks, changes)
-    second = run(tmp_path / "second", text, ranks, changes)
-    assert_same_weights(first, second)
-    records = metrics(tmp_path / "first")
-    assert [len(replica) for replica in records] == [4] * shape["parallel"]["replicas"]
-    assert without_timing(records) == without_timing(metrics(tmp_path / "second"))
-    other = run(tmp_path / "other", text, ranks, {**changes, "training": {"train_iters": 4, "seed": 1}})
-    assert not torch.equal(first[0]["master"], other[0]["master"])

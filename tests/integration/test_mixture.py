@@ -11,8 +11,16 @@ from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import named_gradients
-from tests.integration.test_engine import RECOMPUTE, initial_weights
-from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny, train, weights_of
+from tests.integration.tiny import (
+    FAMILY_MODELS,
+    RECOMPUTE,
+    build,
+    initial_weights,
+    microbatch,
+    tiny,
+    train,
+    weights_of,
+)
 
 EXPERTS, CHOSEN, COEFFICIENT = 4, 2, 1.0
 ROUTER = "decoder.layers.2.mlp.router.weight"

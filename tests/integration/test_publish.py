@@ -3,129 +3,33 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface import export
-from megatron_noloco.huggingface.pretrained import read_architecture
-from megatron_noloco.model.stage import Stage
-from megatron_noloco.outer import NoRounds
-from megatron_noloco.pipeline.groups import Groups
-from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.sample_order import BatchPlan
-from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.start import checkpoint_settings
-from tests.harness import call, refusal_of, run_command, run_ranks
+from tests.harness import call, refusal_of, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     HF_SIZES,
     MUON,
-    build,
-    microbatch,
     run_whole,
     sizes,
     tiny,
-    weights_of,
-    write_config,
 )
+from tests.kit.checkpoints import flip_a_bit
+from tests.kit.models import assert_equal, exported, imported, load, logits_there, save
 from tests.unit.golden import check
-from tests.unit.test_checkpoint_files import flip_a_bit
 
 STEPS = 2
-TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
 LOUD = {"init_method_std": 0.2}  # attention that matters: with small weights a wrong one would hardly show
-
-
-def save(
-    rank: int, world_size: int, raw: dict[str, Any], steps: int, losses: Sequence[float | None] = ()
-) -> dict[str, Any]:
-    """Local steps and a checkpoint; what the trainer's own model says about TOKENS, and this rank's weights."""
-    config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(stage, groups, config.as_deepspeed())
-    topology, at = groups.topology, groups.position
-    routes = Routing(topology.replicas, config.microbatches, 0, "off").straight()
-    for step in range(steps):
-        engine.train_batch(
-            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
-        )
-    counters = {}
-    if losses and (loss := losses[at.replica]) is not None:
-        counters = {"validation_loss": loss, "mean_model_loss": 1.25, "evaluated_step": steps}
-    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
-    checkpointer = Checkpointer(
-        checkpoint_settings(config, groups.topology), engine, NoRounds(engine.weights), plan
-    )
-    report = checkpointer.save(steps, counters)
-    assert report.error is None
-    checkpointer.close()
-    weights = weights_of(stage)
-    return {"logits": logits(stage.float().eval(), groups), "weights": weights}
-
-
-@torch.no_grad()
-def logits(stage: Stage, groups: Groups) -> Tensor | None:
-    """Of the last stage, in fp32: hidden states go from chunk to chunk by hand, without reading a checkpoint."""
-    topology, at = groups.topology, groups.position
-    chunks, found = len(stage.chunks), None
-    for index in range(chunks):
-        for step in range(topology.pp):
-            if step != at.stage:
-                continue
-            chunk: Any = stage.chunks[index]
-            if not chunk.pre_process:
-                slices = topology.tp if topology.sequence_parallel else 1
-                hidden = torch.empty(TOKENS.size(1) // slices, TOKENS.size(0), stage.config.hidden_size)
-                dist.recv(hidden, neighbour(groups, -1))
-                chunk.set_input_tensor(hidden)
-            result = chunk(TOKENS, None, None)
-            if chunk.post_process:
-                parts = [torch.empty_like(result) for _ in range(topology.tp)]
-                dist.all_gather(parts, result.contiguous(), group=groups.tp)
-                found = torch.cat(parts, dim=-1)[..., : ByteTokenizer.vocab_size]
-            else:
-                dist.send(result.contiguous(), neighbour(groups, 1))
-    dist.barrier()
-    return found
-
-
-def neighbour(groups: Groups, step: int) -> int:
-    topology, at = groups.topology, groups.position
-    stage = (at.stage + step) % topology.pp
-    return topology.rank(Position(at.replica, stage, at.dp, at.tp))
-
-
-def load(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-
-
-@torch.no_grad()
-def logits_there(folder: Path) -> Tensor:
-    """Under transformers, in a process of its own: in the one that forks, torch's threads would make it hang."""
-
-    def forward(rank: int, world_size: int) -> Tensor:
-        return AutoModelForCausalLM.from_pretrained(folder).float().eval()(TOKENS).logits.clone()
-
-    return run_ranks(1, forward)[0]
 
 
 # The exported model is the trained one
@@ -218,12 +122,6 @@ def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any,
 
 
 # Which weights
-
-
-def exported(folder: Path, output: Path, *options: str) -> tuple[dict[str, Tensor], str]:
-    code, out, err = call("export", str(folder), "--output", str(output), *options)
-    assert code == 0, err
-    return load(output), out
 
 
 def test_the_mean_is_that_of_the_replicas(replicas: Any, tmp_path: Path) -> None:
@@ -334,33 +232,12 @@ def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> d
     return load(folder)
 
 
-def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    template = write_config(folder, tiny({**changes, "model": {"make_vocab_size_divisible_by": None}}))
-    config = folder / "imported.json"
-    run_command("import", str(llama_folder), "--config", template, "--output", str(config))
-    return json.loads(config.read_text())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "keys", "parallel"),
-    [
-        (torch.float32, {"num_key_value_heads": 4, "tie_word_embeddings": True}, sizes(pp=2, tp=2)),
-        (torch.bfloat16, {"rope_theta": 5e5}, sizes(tp=2)),  # trained in fp32
-    ],
-)
-def test_import_and_export_are_the_identity(
-    dtype: torch.dtype, keys: dict[str, Any], parallel: dict[str, int], tmp_path: Path
-) -> None:
-    """Also with a vocabulary of an odd size."""
-    keys = keys | {"vocab_size": 259}
-    theirs = llama(tmp_path / "llama", dtype, **keys)
-    common = {"parallel": parallel, "training": {"output_dir": str(tmp_path / "run")}}
-    raw = imported(tmp_path, tmp_path / "llama", common)
-    run_ranks(math.prod(parallel.values()), save, raw, 0)
-    back, _ = exported(tmp_path / "run", tmp_path / "hf", "--dtype", str(dtype).removeprefix("torch."))
-    assert_equal(back, theirs)
-    before, after = (read_architecture(tmp_path / name) for name in ("llama", "hf"))
-    assert after == replace(before, seq_length=16)
+def test_bf16_weights_come_back_unchanged(tmp_path: Path) -> None:
+    """From a training in fp32; test_families.py has those in fp32 of all families."""
+    theirs = llama(tmp_path / "llama", torch.bfloat16, rope_theta=5e5)
+    common = {"parallel": sizes(tp=2), "training": {"output_dir": str(tmp_path / "run")}}
+    run_ranks(2, save, imported(tmp_path, tmp_path / "llama", common), 0)
+    assert_equal(exported(tmp_path / "run", tmp_path / "hf", "--dtype", "bfloat16")[0], theirs)
 
 
 @pytest.mark.parametrize("parallel", [sizes(tp=2), sizes(dp=2)])

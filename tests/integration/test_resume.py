@@ -1,4 +1,4 @@
-"""A run that was interrupted and continued is the run that was never interrupted."""
+"""Saves and resumes: asynchronous, damaged, on a full disk, other settings. test_any_config.py compares bits."""
 
 import json
 import resource
@@ -21,13 +21,12 @@ from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks, slow
 from tests.integration.chaos import Outcome, Run, assert_same_state, command
-from tests.integration.tiny import MUON, already_joined, at_steps, build_run, metrics, write_text
-from tests.unit.test_checkpoint_files import DAMAGES
+from tests.integration.tiny import BF16, already_joined, at_steps, build_run, metrics, write_text
+from tests.kit.checkpoints import DAMAGES
+from tests.kit.saved_runs import starts
 
-STEPS, SAVED = 12, 6
+SAVED = 6
 K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
-BF16 = {"bf16": {"enabled": True}}
-DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
 
 
 def noloco(routing: str = "round", **settings: Any) -> dict[str, Any]:
@@ -40,9 +39,9 @@ WSD: dict[str, Any] = {
 }
 
 
-def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any) -> dict[str, Any]:
+def config(replicas: int, *changes: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Changes of the tiny config; `settings` are for the block noloco, stages and the like are in `changes`."""
-    parallel = {"replicas": replicas, "data_parallel_size": dp}
+    parallel = {"replicas": replicas}
     merged: dict[str, Any] = {"noloco": noloco(**settings)}
     for change in changes:
         merged |= change
@@ -50,27 +49,6 @@ def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any
 
 
 STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
-TIED = {"model": {"untie_embeddings_and_output_weights": False}}
-OFF = {"noloco": {"enabled": False}}
-
-# name: (changes of the tiny config, ranks). Candidates go on to the last bit as well: plain replicas in
-# test_launched_runs.py, routed stages with dropout in test_stopping.py and test_chaos.py, and tensor and sequence
-# parallelism in test_any_config.py.
-RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "2 replicas x dp 2, Muon, plain averages, WSD": (
-        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
-        4,
-    ),
-    "3 replicas in one group, bf16, int4, saved while an exchange is under way": (
-        config(3, BF16, group_size=3, payload="int4", overlap_steps=3),
-        3,
-    ),
-    "2 replicas x 2 stages, tied, in fragments, saved while two are under way": (
-        config(2, STAGES, TIED, fragments=3, overlap_steps=2),
-        4,
-    ),
-    "dp 2 without outer optimizer, dropout": (config(1, OFF, DROPOUT, dp=2), 2),
-}
 
 
 def saving(**checkpoint: Any) -> dict[str, Any]:
@@ -87,22 +65,6 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def codes(outcomes: list[Outcome]) -> list[int]:
     return [outcome.code for outcome in outcomes]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """The last checkpoint is removed, as if the run had been killed before it; test_chaos.py kills runs."""
-    changes, ranks = RUNS[name]
-    straight = Run(tmp_path / "straight", changes)
-    straight.change(saving(train_iters=STEPS))
-    straight.launch(ranks)
-    again = straight.copy(tmp_path / "again")
-    shutil.rmtree(again.step_folder(STEPS))
-    resumed = again.launch(ranks)
-    assert f"continuing from {again.step_folder(SAVED)}: step {SAVED}" in resumed[0].out
-    assert_same_state(again.step_folder(STEPS), straight.step_folder(STEPS))
-    assert again.exact_metrics() == straight.exact_metrics()
-    assert [row["step"] for row in again.exact_metrics()[0]] == list(range(1, STEPS + 1))
 
 
 def test_asynchronous_saves_hold_what_synchronous_ones_do(tmp_path: Path) -> None:
@@ -161,12 +123,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run.change(saving(save_interval=5, keep_last=9, train_iters=15))
     run.launch(4)
     return run
-
-
-def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
-    """The command, but the training ends where it starts."""
-    run_module.Run._loop = lambda run: (run.start_step, False)  # type: ignore[method-assign]
-    return command(rank, world_size, arguments)
 
 
 # Every rank sees the one, one rank the other; what else is damage, tests/unit/test_checkpoint_files.py has.

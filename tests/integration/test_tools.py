@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, by_hand, run_mpi
+from tests.harness import by_hand, run_mpi, run_python
 
 IN_FOLDER = {"bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds")}
 ALONE = {
@@ -38,8 +37,11 @@ IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check
 # bench overlap is run by test_netlab.py as well.
 SECONDS_LONG = (
     "bench checkpoint",
+    "bench exchange",
+    "bench federation",
     "bench overlap",
     "bench routing",
+    "bench throughput",
     "gpu_check.attached",
     "gpu_check.replicas",
 )
@@ -50,8 +52,7 @@ def printed(output: str) -> dict[str, Any]:
 
 
 def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
-    command = [sys.executable, "-m", *f"tools.{name}".split(), *options]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=timeout)
+    finished = run_python("-m", *f"tools.{name}".split(), *options, timeout=timeout)
     assert finished.returncode == 0, finished.stderr
     return printed(finished.stdout)
 
@@ -103,7 +104,7 @@ def test_a_tool_prints_what_it_measures(name: str) -> None:
     assert figure in json.dumps(run(name, options.split()))
 
 
-@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+@pytest.mark.parametrize("name", by_hand(IN_THIS_PROCESS, SECONDS_LONG))
 def test_a_tool_prints_it_in_any_process(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.model.layers import CrossEntropyWithZLoss
 from tests.harness import run_ranks
-from tests.integration.tiny import tiny, train
 
 VOCABULARY, COEFFICIENT = 12, 0.3
 
@@ -49,20 +48,3 @@ def test_gradient_and_losses_are_those_of_plain_torch(ranks: int) -> None:
     torch.testing.assert_close(torch.cat([gradient for _, gradient in found], dim=-1), logits.grad)
     for losses, _ in found:
         torch.testing.assert_close(losses.mean(), cross_entropy)
-
-
-def run(ranks: int, coefficient: float, **parallel: int) -> tuple[Tensor, Tensor]:
-    """Losses and gradient norms of some steps."""
-    changes = {"model": {"z_loss_coeff": coefficient, "init_method_std": 0.2}, "parallel": parallel}
-    found = run_ranks(ranks, train, tiny(changes), 3)
-    return torch.tensor(found[-1]["losses"]), torch.tensor(found[-1]["grad_norms"])
-
-
-def test_stages_and_tensor_parallel_ranks_train_alike_with_it() -> None:
-    losses, norms = run(1, 1.0)
-    split_losses, split_norms = run(4, 1.0, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    torch.testing.assert_close(split_losses, losses, rtol=0, atol=1e-4)
-    torch.testing.assert_close(split_norms, norms, rtol=1e-4, atol=0)
-    without_losses, without_norms = run(1, 0.0)
-    torch.testing.assert_close(losses[0], without_losses[0])  # of the same weights
-    assert (norms[0] / without_norms[0] - 1).abs() > 0.1

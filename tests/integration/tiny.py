@@ -107,6 +107,10 @@ HF_SIZES = {
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
+# Changes of the tiny config
+BF16 = {"bf16": {"enabled": True}}
+TIED = {"model": {"untie_embeddings_and_output_weights": False}}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "adam_lr": 0.01}}}
 # How much coarser than fp32 its rounding is: DeepSpeed's kernel takes fp16 where a CPU has it.
 MUON_ROUNDING = 1 if ns_compute_dtype("gram") == torch.float32 else 100
@@ -186,7 +190,7 @@ class Recorded(defaultdict[str, list[float]]):
 def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[str, Any]:
     """Local steps of every replica, without rounds; what this rank saw, picklable."""
     config, groups, stage = build(raw, world_size)
-    recorded = Recorded()
+    recorded, start = Recorded(), weights_of(stage)
     engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
     losses = [
@@ -200,6 +204,7 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
         "grad_norms": recorded["train/grad_norm"],
         "learning_rates": recorded["train/learning_rate"],
         "balance": sum(recorded["train/load_balancing_loss"]),  # this rank's share
+        "start": start,
         "weights": weights_of(stage),
         "master": engine.weights.read(),
     }
@@ -208,6 +213,12 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
 def weights_of(stage: Stage) -> dict[str, Tensor]:
     """This rank's part of every weight, by the name it has in the unsplit model."""
     return {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
+
+
+def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's part of every weight, before the first step."""
+    _, _, stage = build(raw, world_size)
+    return weights_of(stage)
 
 
 def at_steps(

@@ -1,7 +1,6 @@
 """A network lab on this machine: hosts with slow links between them, for root.
 
     python -m tests.netlab rounds --hosts 2,16 --rate 10Mbit --delay 25ms --bytes 1MB
-    python -m tests.netlab check --hosts 2,16 --rate 10Mbit --delay 25ms
 
 Every host is a network namespace with a name of its own; a process carries the packets between them, each link
 with its own rate, delay, jitter and loss. Prints one JSON object.
@@ -9,8 +8,6 @@ with its own rate, delay, jitter and loss. Prints one JSON object.
 rounds: MPI and gloo, a rank on each host. The round of the outer optimizer between random pairs, over MPI and over
 the encrypted transport of a federation; the exchange of partners that are new to each other; and all-reduces of
 the same vector: MPI's own choice, Open MPI's ring, recursive doubling and tree, and gloo's.
-
-check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
 
 nat: four jobs of the trainer, of which two are behind routers: their `federation.listen` is "off", and no other
 host can connect to them. Needs nft. Counts for each replica the rounds with each partner, and the bytes that each
@@ -27,7 +24,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tests.netlab import check, nat, rounds
+from tests.netlab import nat, rounds
 from tests.netlab.lab import CUBIC, LabUnavailableError, lab
 from tests.netlab.network import Link
 from tools.options import command_line
@@ -82,7 +79,7 @@ def run(
 
 def main() -> None:
     parser = command_line(__doc__, "python -m tests.netlab")
-    parser.add_argument("measurement", choices=("rounds", "check", "nat", "run"))
+    parser.add_argument("measurement", choices=("rounds", "nat", "run"))
     parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
@@ -112,8 +109,6 @@ def main() -> None:
             return
         if options.measurement == "nat":
             rows: Iterable[dict[str, Any]] = nat.measure(link, options.congestion)
-        elif options.measurement == "check":
-            rows = check.measure(hosts, link, options.congestion)
         elif options.repeats < 2:
             raise ValueError(f"--repeats {options.repeats} leaves nothing: the first is left out; at least 2")
         else:

@@ -13,8 +13,8 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline.groups import build_groups
 from tests.harness import by_hand, run_ranks
-from tests.integration.test_other_layout import BF16, EXPERTS, TIED, Changes, layout, ranks
-from tests.integration.tiny import VOCABULARY, tiny_with
+from tests.integration.tiny import BF16, TIED, VOCABULARY, tiny_with
+from tests.kit.saved_runs import EXPERTS, Changes, layout, ranks
 from tests.simulated_gpu.gpu import Gpu
 from tests.simulated_gpu.nccl_order import Communicator, Kernel, Op, OrderError, Program, play, record
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON

@@ -8,9 +8,8 @@ import pytest
 from torch import Tensor
 
 from tests.harness import by_hand, run_ranks
-from tests.integration.test_engine import BF16, RECOMPUTE
-from tests.integration.test_other_layout import EXPERTS, TIED, Changes, layout, ranks
-from tests.integration.tiny import run_whole, tiny_with, write_config, write_text
+from tests.integration.tiny import BF16, RECOMPUTE, TIED, run_whole, tiny_with, write_config, write_text
+from tests.kit.saved_runs import EXPERTS, Changes, layout, ranks
 from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess

@@ -12,7 +12,7 @@ from megatron_noloco.engine.layout import held_of
 from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.plans.canonical import Block, Matrix, box, in_turn, matrices, pieces_between
 from megatron_noloco.plans.fingerprint import digest_of, fingerprint
-from tests.unit.test_layouts import Layout, numbers, two_layouts
+from tests.kit.layouts import Layout, numbers, two_layouts
 
 
 def elements(block: Block) -> list[int]:

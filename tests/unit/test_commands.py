@@ -3,7 +3,7 @@
 import re
 
 from megatron_noloco.cli.main import help_pages
-from tools.commands import ROOT, commands_of, named_commands, row_of, rows, to_run
+from tools.commands import commands_of, named_commands, row_of, rows, to_run
 
 PAGE = """\
 Run `make test` or `LEFT=1 python -m tools.x` and `make`, see `README.md and make`.
@@ -57,10 +57,3 @@ def test_the_help_of_every_command_is_run() -> None:
     helps = {command for command in to_run(rows()) if command.endswith("--help")}
     assert helps == {f"{command} --help" for command, _ in help_pages()}
     assert "megatron-noloco data preprocess --help" in helps
-
-
-def test_no_tool_makes_an_address_of_a_path() -> None:
-    """In `file://runs/store` torch takes `runs` for a host, and ranks never meet; a FileStore takes any path."""
-    sources = [path for folder in ("tools", "examples") for path in (ROOT / folder).rglob("*.py")]
-    assert len(sources) > 50
-    assert [path for path in sources if re.search(r'init_method=f?"file:', path.read_text())] == []

@@ -20,7 +20,7 @@ from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from tests.harness import full_disk
+from tests.kit.faults import full_disk
 
 BYTES = ByteTokenizer()
 HALVES = Split.parse("1,1")

@@ -1,4 +1,7 @@
-"""The tables of docs/ are those of docs/evidence.csv, and a page that differs fails `make docs`."""
+"""The tables of docs/ are those of docs/evidence.csv, and a page that differs fails `make docs`.
+
+So the pages are the golden files of tools/tables.py.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from tools import docs_site
 from tools.evidence import EVIDENCE, ROOT, Run, found, methods_of, read
 from tools.rates import by_text, over_choices, over_texts
-from tools.tables import TABLES, TableError, check, definitions, of_study, with_caption, written
+from tools.tables import TABLES, TableError, check, definitions, written
 
 RUNS = [
     Run("a", "synchronous, 0.01 0.02", 0.004, 1, 1.0, 1.0, 0),
@@ -38,53 +41,6 @@ no rounds = alone
 def rows(definition: str) -> list[str]:
     """Those of the table, without its head."""
     return written("<!-- table table -->\n", RUNS, definitions(definition)).splitlines()[3:]
-
-
-def test_row_is_method_at_best_rates_of_equal_seeds() -> None:
-    assert rows(LIST) == [
-        "| synchronous | 0.01, 0.02 | 1.1000 +- 0.1414 (2 seeds) |  | 100 % |  |  |",
-        "| **pairs** | 0.04, 0.02 | 1.1500 +- 0.0707 (2 seeds) | 5.1 % | 90 % | 5.0 | 0.01, 0.02: 1.2000 |",
-        "| alone | 0.01, 0.02 | 2.0000 | 171.8 % | 0 % |  |  |",
-    ]
-
-
-def test_group_rows_compare_with_first_on_equal_seeds() -> None:
-    groups = """\
-table of a: first
-[one]
-pairs
-synchronous
-[two]
-pairs, 0.01 0.02
-alone = alone @ b
-"""
-    assert rows(groups) == [
-        "| one | pairs |  |",
-        "|  | synchronous | -0.0500 +- 0.0707 (2 seeds) |",
-        "| two | pairs, 0.01 0.02 |  |",
-        "|  | alone | +0.8000 |",
-    ]
-
-
-def test_a_study_compares_methods_within_their_groups() -> None:
-    """The rows of a group stand together; those without one come first."""
-    losses = {
-        "alone @ b": 2.0,
-        "alone": 3.0,
-        "x @ b": 1.5,
-        "synchronous @ b": 1.0,
-        "synchronous": 2.0,
-        "x": 2.0,
-    }
-    runs = [Run("a", name, 0.1, 1, loss, loss, 0) for name, loss in losses.items()]
-    assert [row.split(" | ")[:6:5] for row in of_study(runs, losses).splitlines()[2:]] == [
-        ["| alone", "0 %"],
-        ["| synchronous", "100 %"],
-        ["| x", "100 %"],
-        ["| alone @ b", "0 %"],
-        ["| x @ b", "50 %"],
-        ["| synchronous @ b", "100 %"],
-    ]
 
 
 def test_column_without_runs_is_refused() -> None:
@@ -129,22 +85,6 @@ DEFINED = definitions(TABLES.read_text())
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_a_page_are_those_of_the_csv(page: Path) -> None:
     check(page.read_text(), read(EVIDENCE), DEFINED)
-
-
-def test_every_table_is_made_with_its_caption() -> None:
-    """Those that stand on no page are printed by the tool, and stand in the site."""
-    for name, definition in DEFINED.items():
-        title, caption, table = with_caption(definition, read(EVIDENCE)).split("\n\n")
-        assert title == f"## {name}"
-        assert caption
-        assert table.startswith("| ")
-
-
-def test_a_table_without_its_last_row_differs() -> None:
-    page = written("<!-- table table -->\n", RUNS, definitions(LIST))
-    check(page, RUNS, definitions(LIST))
-    with pytest.raises(TableError, match=r'"" is "\| alone'):
-        check(page[: page.index("| alone")], RUNS, definitions(LIST))
 
 
 def build(page: str, markdown: str) -> str:

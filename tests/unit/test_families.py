@@ -1,7 +1,5 @@
 """Tables of model families: what follows from the rows, and that a new family is one file."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +23,7 @@ from megatron_noloco.model.parameters import initial_weights
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
-from tests.harness import run_ranks
+from tests.harness import run_python, run_ranks
 from tests.unit.architectures import SMALL
 
 QKV = "decoder.layers.{layer}.self_attention.linear_qkv."
@@ -254,4 +252,4 @@ def test_tables_need_no_torch() -> None:
     """`config --check` reads them, and must answer at once."""
     modules = "megatron_noloco.model.families, megatron_noloco.config"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert run_python("-c", code).returncode == 0

@@ -1,13 +1,11 @@
 """`make gpu-check` on a CPU: what waits, what is remembered, what is shown; with real processes."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.harness import run_python
 from tools import runner
 from tools.gpu_check.steps import STEPS
 from tools.runner import REPOSITORY, Results, Step, run, run_all
@@ -26,11 +24,8 @@ def results(folder: Path) -> Results:
 
 
 def test_without_a_gpu_every_step_waits(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.gpu_check", "--output", str(tmp_path)]
-    environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, env=environ, timeout=120
-    )
+    words = ("-m", "tools.gpu_check", "--output", str(tmp_path))
+    finished = run_python(*words, env={"CUDA_VISIBLE_DEVICES": ""})
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith(f"no GPU: these {len(STEPS)} steps are waiting: about, ")
 

@@ -1,11 +1,13 @@
 """What C computes for vectors in host memory has the bits of torch (test_format.py has both against numpy)."""
 
 import hashlib
+import io
+import logging
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from megatron_noloco.outer.payload import (
 from megatron_noloco.plans.payloads import BITS, keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
+from tests.harness import run_python, run_ranks
 from tests.loopback import loopback_world
 
 KINDS = ("near", "apart", "equal", "zero", "denormal", "large", "huge", "not finite", "only NaN")
@@ -277,45 +280,39 @@ def digest(rounds: int) -> str:
     return found.hexdigest()
 
 
+def in_a_fork(function: Callable[[], Any], **environ: str) -> tuple[Any, str]:
+    """Return a function's result in a process whose library is still to be loaded, and what is said on stderr."""
+
+    def another(rank: int, world_size: int) -> tuple[Any, str]:
+        os.environ |= environ
+        logging.getLogger().handlers.clear()  # those of pytest
+        host_kernels._library.cache_clear()
+        with redirect_stderr(io.StringIO()) as said:
+            return function(), said.getvalue()
+
+    return run_ranks(1, another)[0]
+
+
 @pytest.mark.parametrize("rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_runs_have_the_same_bits_everywhere(rounds: int) -> None:
     """With and without a compiler, and whatever instructions torch uses."""
     both_codecs(8)
-    found = set[str]()
+    found = {digest(rounds), in_a_fork(partial(digest, rounds), CC="false")[0]}
     program = f"from tests.unit.test_host_kernels import digest; print(digest({rounds}))"
-    for environ in (
-        {},
-        {"CC": "false"},
-        *({"ATEN_CPU_CAPABILITY": of, "CC": "false"} for of in ("avx2", "default")),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=os.environ | environ,
-        )
+    for instructions in ("avx2", "default"):  # which torch asks for when it is imported
+        environ = {"ATEN_CPU_CAPABILITY": instructions, "CC": "false"}
+        done = run_python("-c", program, timeout=600, env=environ)
         assert done.returncode == 0, done.stderr
-        found.add(done.stdout)
+        found.add(done.stdout.strip())
     assert len(found) == 1
 
 
 # Where it is built
 
-PROGRAM = "from megatron_noloco.outer.host_codec import codec_for; print(type(codec_for(8)).__name__)"
-
 
 def made(folder: Path, **environ: str) -> tuple[str, str]:
     """Return what another process says of the codec that it gets, with this cache folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"XDG_CACHE_HOME": str(folder)} | environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout.strip(), done.stderr
+    return in_a_fork(lambda: type(codec_for(8)).__name__, XDG_CACHE_HOME=str(folder), **environ)
 
 
 def test_it_is_built_once(tmp_path: Path) -> None:
@@ -362,7 +359,5 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         "    os._exit(int(out[0, 0].item() != expected))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python("-c", program)
     assert (done.stdout, done.stderr) == ("0\n", "")

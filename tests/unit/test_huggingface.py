@@ -42,7 +42,8 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from megatron_noloco.preflight import newcomer
 from megatron_noloco.preflight.inviting import keys_of_inviter
-from tests.harness import REPOSITORY, call, full_disk, output_of, refusal_of, run_command, run_ranks
+from tests.harness import REPOSITORY, call, output_of, refusal_of, run_command, run_ranks
+from tests.kit.faults import full_disk
 from tests.unit.configs import SMALLEST
 from tests.unit.golden import check
 

@@ -14,9 +14,9 @@ from megatron_noloco.engine.layout import held_of
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.plans.canonical import Holding
+from tests.kit.layouts import VOCABULARY, Layout, two_layouts
 from tests.loopback import loopback_world
 from tests.unit.fleet import noise
-from tests.unit.test_layouts import VOCABULARY, Layout, two_layouts
 
 MOST_RANKS = 12  # of a replica
 

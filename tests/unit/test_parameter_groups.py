@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_noloco.engine.layout import parameter_groups
 from megatron_noloco.model.families import FAMILIES, Parameter, families_with, table_of
-from tests.unit.test_families import SMALL
+from tests.unit.architectures import SMALL
 
 
 def rows_of(family: str, layers_only: bool = False) -> list[Parameter]:

@@ -28,7 +28,7 @@ from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, read_ind
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
 from megatron_noloco.errors import UserError
-from tests.harness import full_disk
+from tests.kit.faults import full_disk
 from tests.unit.test_data import write_cache
 
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ from megatron_noloco.training import outputs
 from megatron_noloco.training.identity import identity_of
 from megatron_noloco.training.prepare import _check_load, check_start
 from megatron_noloco.training.start import _first_weights, check_ranks, checkpoint_settings
+from tests.kit.checkpoints import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 from tests.unit.configs import config
-from tests.unit.test_checkpoint_files import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 
 PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
 TOPOLOGY = Topology(replicas=2, pp=2)

@@ -1,8 +1,6 @@
 """What is set before torch is asked for a GPU."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +10,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.training.prepare import prepare
+from tests.harness import run_python
 from tests.integration.tiny import tiny
 
 
@@ -48,5 +47,5 @@ def test_engines_are_imported_only_for_a_run_that_can_start() -> None:
     code = (
         "import sys, megatron_noloco.training.start; print({'megatron.core', 'deepspeed'} & set(sys.modules))"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = run_python("-c", code)
     assert (said.stdout, said.stderr) == ("set()\n", "")

@@ -1,10 +1,8 @@
 """The state of another job: no number of it harms the job that takes it, and a refused state changes nothing."""
 
-import copy
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,22 +24,8 @@ from megatron_noloco.federation.states import (
 from megatron_noloco.outer import rounds_from_lists, rounds_to_lists
 from megatron_noloco.outer.finite_mean import MEASURED
 from tests.harness import run_ranks
+from tests.kit.states import WRONG, changed, leaves
 
-WRONG: tuple[Any, ...] = (
-    math.nan,
-    math.inf,
-    -1,
-    -1.5,
-    10**400,
-    10**5000,
-    2**62,
-    None,
-    True,
-    "x",
-    [],
-    {},
-    {"step": "x"},
-)
 NAMES = ["fast_weights", "slow_weights", "correction"]
 
 
@@ -79,24 +63,6 @@ class Job:
         kept = [state[name] for state in self.optimizer.state.values() for name in sorted(state)]
         tensors = [*self.model.state_dict().values(), *kept]
         return [[one.tolist() for one in tensors], self.schedule.state_dict(), self.outer.restore.call_count]
-
-
-def leaves(facts: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield where each value of nested objects is."""
-    if isinstance(facts, dict) and facts:
-        for name, value in facts.items():
-            yield from leaves(value, (*path, name))
-    else:
-        yield path
-
-
-def changed(facts: Any, path: tuple[str, ...], change: Callable[[dict[str, Any], str], object]) -> Any:
-    facts = copy.deepcopy(facts)
-    at = facts
-    for name in path[:-1]:
-        at = at[name]
-    change(at, path[-1])
-    return facts
 
 
 @pytest.mark.parametrize("steps", [0, 3])

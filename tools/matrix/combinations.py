@@ -46,7 +46,7 @@ STEPS = (
     Step(
         "contracts",
         "what the code relies on in the engines",
-        (*_PYTEST, "contract", "tests/unit/test_contracts.py"),
+        (*_PYTEST, "contract", "tests/unit/test_contracts.py", "tests/unit/test_requirements.py"),
         1200,
     ),
     Step("quickstart", "20 steps of the quickstart", ("-m", "tools.matrix.quickstart"), 900),
