@@ -92,9 +92,9 @@ def _other_jobs(
     keeper = ReplicaState(engine, outer, optimizer, seed, monitor.say)
     membership.say = monitor.say
     if membership.members is not None:
-        folder, key = config.training.folder_of(place.replica), config.federation.key_file
-        key_file = None if key is None or config.federation.encryption != "tls" else Path(key)
-        others = OtherJobs(membership.members, folder, monitor.plan.start_step, key_file)
+        folder, key_file = config.training.folder_of(place.replica), config.federation.key_file
+        assert key_file is not None
+        others = OtherJobs(membership.members, folder, monitor.plan.start_step, Path(key_file))
         monitor.metrics.writers.append(others)
     return FederationPeers(membership, replica, outer, keeper, health)
 

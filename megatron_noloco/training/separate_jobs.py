@@ -95,10 +95,10 @@ class OtherJobs:
 
     Args:
         start_step: local steps done before this process; a row of kind "start" says so, unless it is 0.
-        key_file: of the federation; None: nothing is encrypted.
+        key_file: of the federation.
     """
 
-    def __init__(self, members: Members, folder: Path, start_step: int, key_file: Path | None) -> None:
+    def __init__(self, members: Members, folder: Path, start_step: int, key_file: Path) -> None:
         self._members, self._folder, self._key_file = members, folder / OTHERS, key_file
         self._known: Mapping[Member, Status] = {}
         if start_step:
