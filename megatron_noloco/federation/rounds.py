@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_noloco.federation.codes import Coding, Phases
@@ -44,7 +45,7 @@ from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.round import Fragment
-from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges
+from megatron_noloco.outer.vectors import HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 
@@ -462,10 +463,13 @@ class _Round:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 
-def add_what_is_late(replica: Replica, vector: Tensor) -> bool:
-    """Add to all of this rank's weights what rounds in doubt have changed that count after all, at a run's end.
+def late_change(replica: Replica, length: int) -> Tensor | None:
+    """Return what rounds in doubt have changed that count after all, at the end of a run; None: nothing.
 
-    Waits some seconds for the last words. A collective of the replica. Returns whether anything was added.
+    Waits some seconds for the last words. A collective of the replica.
+
+    Args:
+        length: of the vector that is returned: the weights of this rank.
     """
     ledger, fragments, partners = replica.ledger, replica.fragments(), replica.partners
 
@@ -479,12 +483,14 @@ def add_what_is_late(replica: Replica, vector: Tensor) -> bool:
         return dict(_verdicts(ledger))
 
     ledger.settle(computed_by_rank_0(settled), len(fragments))
-    is_any = bool(ledger.late)
+    if not ledger.late:
+        return None
+    vector = torch.zeros(length, dtype=torch.float32, device=HOST)
     for number, change in ledger.late.items():
         for ours, place in fragments[number].within(0, fragments[number].length):
-            vector[place] += change[ours].to(vector.device)
+            vector[place] += change[ours]
     ledger.late.clear()
-    return is_any
+    return vector
 
 
 def _verdicts(ledger: _Ledger) -> Iterator[tuple[int, bool]]:
