@@ -36,7 +36,7 @@ from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.members import Members, Peer
 from megatron_noloco.federation.mesh import Blob, LostError, Member, Patience, StalledError
-from megatron_noloco.federation.rounds import FARTHEST, Replica, late_change
+from megatron_noloco.federation.rounds import Replica, is_plausible, late_change
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -89,12 +89,6 @@ def _line(order: Sequence[int], index: int) -> Iterator[int]:
     while index:
         index &= index - 1
         yield order[index]
-
-
-def is_plausible(squared_distance: float, squared_norm: float) -> bool:
-    """Return whether a mean is as near to this replica's weights as that of a round must be."""
-    most = FARTHEST**2 * squared_norm if squared_norm else math.inf  # zeros allow no comparison
-    return math.isfinite(squared_distance) and squared_distance <= most
 
 
 class FinalMean:

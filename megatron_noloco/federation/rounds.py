@@ -57,7 +57,7 @@ _MOST_WORD_BYTES = 1000
 _REMEMBERED = 64  # verdicts of rounds with a replica, besides those of rounds that may be under way
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
-FARTHEST = 10.0  # norms of the own vector
+_FARTHEST = 10.0  # norms of the own vector
 
 
 class ImplausibleError(Exception):
@@ -86,11 +86,16 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
         raise ImplausibleError("was sent numbers that are not finite", is_ours=True)
     if report.poisoned_elements:
         raise ImplausibleError("sent numbers that are not finite")
-    distance = math.sqrt(2 * report.squared_deviation)
-    if norm and distance > FARTHEST * norm:  # a vector of zeros allows no comparison
-        raise ImplausibleError(
-            f"sent absurd numbers, {distance / norm:.2g} times this replica's norm from its own"
-        )
+    squared_distance = 2 * report.squared_deviation
+    if not is_plausible(squared_distance, norm**2):
+        times = math.sqrt(squared_distance) / norm if norm else math.inf
+        raise ImplausibleError(f"sent absurd numbers, {times:.2g} times this replica's norm from its own")
+
+
+def is_plausible(squared_distance: float, squared_norm: float) -> bool:
+    """Return whether a vector is so near to this replica's that their mean may be used."""
+    most = _FARTHEST**2 * squared_norm if squared_norm else math.inf  # zeros allow no comparison
+    return math.isfinite(squared_distance) and squared_distance <= most
 
 
 class _Outcome(NamedTuple):

@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_noloco.federation import final_mean as module
 from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.codes import bytes_of
-from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Leader, is_plausible, tree
+from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Leader, tree
 from megatron_noloco.federation.members import LARGEST, FinalStatus, Members
 from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
-from megatron_noloco.federation.rounds import _Doubt
+from megatron_noloco.federation.rounds import _Doubt, is_plausible
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.unit.memory_mesh import Message, World
 from tests.unit.worlds import members_of, pause, replica_of, run_all
