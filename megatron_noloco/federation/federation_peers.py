@@ -4,22 +4,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
-
 from megatron_noloco.federation.catch_up import Ended, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.recovery import Recovery
-from megatron_noloco.federation.rounds import Replica, add_what_is_late
+from megatron_noloco.federation.rounds import Replica, late_change
 from megatron_noloco.federation.states import StateAdapter
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport
 from megatron_noloco.outer.health import Health
 from megatron_noloco.outer.peers import Average, Boundary
-from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 
 Value = TypeVar("Value")
@@ -168,8 +165,7 @@ class FederationPeers:
                 membership.members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
-        late = torch.zeros(self.outer.weights.length, dtype=torch.float32, device=HOST)
-        if add_what_is_late(self._replica, late):
+        if (late := late_change(self._replica, self.outer.weights.length)) is not None:
             self.outer.add_late(late)
         if step == done:
             return Boundary(done, rounds=reports)

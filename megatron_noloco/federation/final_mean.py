@@ -36,7 +36,7 @@ from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.federation.members import Members, Peer
 from megatron_noloco.federation.mesh import Blob, LostError, Member, Patience, StalledError
-from megatron_noloco.federation.rounds import FARTHEST, Replica, add_what_is_late
+from megatron_noloco.federation.rounds import Replica, is_plausible, late_change
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
@@ -91,12 +91,6 @@ def _line(order: Sequence[int], index: int) -> Iterator[int]:
         yield order[index]
 
 
-def is_plausible(squared_distance: float, squared_norm: float) -> bool:
-    """Return whether a mean is as near to this replica's weights as that of a round must be."""
-    most = FARTHEST**2 * squared_norm if squared_norm else math.inf  # zeros allow no comparison
-    return math.isfinite(squared_distance) and squared_distance <= most
-
-
 class FinalMean:
     """An exchange that yields the mean over the replicas at their end, in fp32. Holds two vectors.
 
@@ -126,7 +120,8 @@ class FinalMean:
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
         self._vector, self.report = vector.to(HOST), ExchangeReport(group)
-        add_what_is_late(self._replica, self._vector)
+        if (late := late_change(self._replica, len(vector))) is not None:
+            self._vector += late
 
     def progress(self, until: float = math.inf) -> Iterator[MeanPiece]:
         """Yield nothing: `finish` yields the mean."""

@@ -87,8 +87,8 @@ class Membership:
         """Wait for `start_with` jobs, ten minutes at most; return whether they came, or this job is to end.
 
         A job that finds others past their first round waits for five seconds at most, in which those that start
-        with it get links to it. A job that continues from a checkpoint waits for half a minute at most, in which
-        others that are started again with it may come.
+        with it come. Then it waits as long for links to all that are there. A job that continues from a
+        checkpoint waits for half a minute at most, in which others that are started again with it may come.
 
         Args:
             done: local steps of the checkpoint; 0: there is none.
@@ -130,7 +130,15 @@ class Membership:
         self._wait_until(lambda: are_there(max(1, others)), FIRST_SECONDS)
         if members.refusal and not members.peers() and not done:
             return False, members.refusal
-        return self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS) or done > 0, ""
+        came = self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS)
+
+        def are_reached() -> bool:  # or can never be; others know of a job before this one has a link to it
+            is_hidden = members.status.hidden
+            peers = (peer for peer in members.peers().values() if peer.present)
+            return all(peer.reached or (is_hidden and peer.status.hidden) for peer in peers)
+
+        self._wait_until(are_reached, FIRST_SECONDS)
+        return came or done > 0, ""
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until a condition holds, or this job is to stop; return False when time is up."""

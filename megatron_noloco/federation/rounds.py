@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_noloco.federation.codes import Coding, Phases
@@ -44,7 +45,7 @@ from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer.finite_mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.payload import UnequalError
 from megatron_noloco.outer.round import Fragment
-from megatron_noloco.outer.vectors import NOTHING, Buffers, Ranges
+from megatron_noloco.outer.vectors import HOST, NOTHING, Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 
@@ -56,7 +57,7 @@ _MOST_WORD_BYTES = 1000
 _REMEMBERED = 64  # verdicts of rounds with a replica, besides those of rounds that may be under way
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
-FARTHEST = 10.0  # norms of the own vector
+_FARTHEST = 10.0  # norms of the own vector
 
 
 class ImplausibleError(Exception):
@@ -85,11 +86,16 @@ def check_plausible(norm: float, report: ExchangeReport) -> None:
         raise ImplausibleError("was sent numbers that are not finite", is_ours=True)
     if report.poisoned_elements:
         raise ImplausibleError("sent numbers that are not finite")
-    distance = math.sqrt(2 * report.squared_deviation)
-    if norm and distance > FARTHEST * norm:  # a vector of zeros allows no comparison
-        raise ImplausibleError(
-            f"sent absurd numbers, {distance / norm:.2g} times this replica's norm from its own"
-        )
+    squared_distance = 2 * report.squared_deviation
+    if not is_plausible(squared_distance, norm**2):
+        times = math.sqrt(squared_distance) / norm if norm else math.inf
+        raise ImplausibleError(f"sent absurd numbers, {times:.2g} times this replica's norm from its own")
+
+
+def is_plausible(squared_distance: float, squared_norm: float) -> bool:
+    """Return whether a vector is so near to this replica's that their mean may be used."""
+    most = _FARTHEST**2 * squared_norm if squared_norm else math.inf  # zeros allow no comparison
+    return math.isfinite(squared_distance) and squared_distance <= most
 
 
 class _Outcome(NamedTuple):
@@ -475,10 +481,13 @@ class _Round:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 
-def add_what_is_late(replica: Replica, vector: Tensor) -> bool:
-    """Add to all of this rank's weights what rounds in doubt have changed that count after all, at a run's end.
+def late_change(replica: Replica, length: int) -> Tensor | None:
+    """Return what rounds in doubt have changed that count after all, at the end of a run; None: nothing.
 
-    Waits some seconds for the last words. A collective of the replica. Returns whether anything was added.
+    Waits some seconds for the last words. A collective of the replica.
+
+    Args:
+        length: of the vector that is returned: the weights of this rank.
     """
     ledger, fragments, partners = replica.ledger, replica.fragments(), replica.partners
 
@@ -492,12 +501,14 @@ def add_what_is_late(replica: Replica, vector: Tensor) -> bool:
         return dict(_verdicts(ledger))
 
     ledger.settle(computed_by_rank_0(settled), len(fragments))
-    is_any = bool(ledger.late)
+    if not ledger.late:
+        return None
+    vector = torch.zeros(length, dtype=torch.float32, device=HOST)
     for number, change in ledger.late.items():
         for ours, place in fragments[number].within(0, fragments[number].length):
-            vector[place] += change[ours].to(vector.device)
+            vector[place] += change[ours]
     ledger.late.clear()
-    return is_any
+    return vector
 
 
 def _verdicts(ledger: _Ledger) -> Iterator[tuple[int, bool]]:

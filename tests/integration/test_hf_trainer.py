@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.federation import membership
-from tests.harness import REPOSITORY, run_script, run_torchrun, slow, until
+from tests.harness import REPOSITORY, key_file, run_script, run_torchrun, slow, until
 from tests.integration.jobs import federation, members_of, paper, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
@@ -370,6 +370,7 @@ def test_best_model_and_stateless_checkpoint_are_refused(
 )
 def test_the_example_trains_resumes_and_ends_with_one_model(tmp_path: Path, ranks: int, engine: str) -> None:
     more = []
+    key_file(tmp_path.parent, f"{tmp_path.name}.key")
     if engine == "DeepSpeed":
         (tmp_path / "zero_2.json").write_text(json.dumps(ZERO_2))
         more = ["--deepspeed", str(tmp_path / "zero_2.json")]

@@ -260,7 +260,9 @@ class MemoryCarrier(Carrier):
         def ask() -> None:
             if fetch.outcome is None and other is not None:
                 world.at(5.0, ask)
-            if fetch.outcome is None and other is not None and not answers:
+            is_known = any(not wish.done() for wish in wishes)
+            is_coming = other is not None and (bool(answers) or (me, name) in other.sending)
+            if fetch.outcome is None and other is not None and not (is_known or is_coming):
                 world.send(Message("ask", me, giver, name), 0, wish)
 
         if world.sends:

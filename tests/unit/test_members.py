@@ -16,9 +16,11 @@ from megatron_noloco.federation.members import (
     Peer,
     PeerStatus,
 )
+from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.statuses import MOST_STATUS_BYTES
-from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS, FederationSettings, NolocoSettings
 from tests.unit.memory_mesh import Message, World
 from tests.unit.worlds import Used, members_of, pause, replica_of, run_all, take_part, vectors
 
@@ -155,6 +157,32 @@ def test_two_hidden_members_see_and_do_not_reach_each_other() -> None:
     one, other, third = (members_of(world, slot, hidden=slot < 2) for slot in range(3))
     assert [(peer.present, peer.reached) for peer in one.peers().values()] == [(True, False), (True, True)]
     assert one.hidden() == other.hidden() == third.hidden() == {0, 1}
+
+
+# To start
+
+
+@pytest.mark.parametrize(("hidden", "seconds"), [(False, 3.0), (True, 0.0)])
+def test_a_job_starts_when_it_reaches_whom_it_sees(
+    hidden: bool, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its first rounds would leave out a partner that waits for it; two hidden jobs never reach each other."""
+    world = World()
+    one, other = (members_of(world, slot, hidden=hidden) for slot in range(2))
+    linked = list[bool]()
+    monkeypatch.setattr(one.mesh, "reaches", lambda member: bool(linked))
+    start = Membership(one, Place(0, None), NolocoSettings(), FederationSettings(start_with=2))
+
+    def link() -> None:
+        pause(other.mesh, 3.0)
+        linked.append(True)
+        pause(other.mesh, 10.0)
+
+    def begin() -> float:
+        assert start.wait_for_start(0)
+        return one.mesh.clock()
+
+    assert run_all(world, [(other, link), (one, begin)])[1] == pytest.approx(seconds, abs=0.5)
 
 
 # To leave

@@ -7,14 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation.federation_peers import FederationPeers
+from megatron_noloco.federation.gather import Gather
+from megatron_noloco.federation.movement import alone
+from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.outer.peers import Boundary, JobPeers
 from megatron_noloco.plans.fragments import due_after, fragment_after
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.run import Schedule
 
 
 class Outer:
     """Stands for an outer optimizer whose rounds count or do not."""
+
+    weights = SimpleNamespace(length=7)
 
     def __init__(self, counts: bool) -> None:
         self.counts, self.ran = counts, list[tuple[int, int]]()
@@ -43,7 +49,8 @@ def test_a_job_that_leaves_goes_on_where_its_last_round_was_due(data: st.DataObj
         catch_up=None,
     )
     anything: Any = SimpleNamespace(check=lambda: True)
-    peers = FederationPeers(membership, anything, outer, anything, anything)  # type: ignore[arg-type]
+    replica: Any = Replica(Gather(alone(7)), Place(0, None), anything, None)
+    peers = FederationPeers(membership, replica, outer, anything, anything)  # type: ignore[arg-type]
     boundary = peers.leave(done)
     assert boundary.left_out == boundary.step - done == boundary.numbers.get("total/skipped_ahead", 0)
     assert len(boundary.rounds) == len(outer.ran) <= 1

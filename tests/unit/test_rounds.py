@@ -17,8 +17,8 @@ from megatron_noloco.federation.rounds import (
     ImplausibleError,
     Replica,
     _Doubt,
-    add_what_is_late,
     check_plausible,
+    late_change,
 )
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, TorchWeights
 from megatron_noloco.settings import PAPER, NolocoSettings
@@ -365,10 +365,10 @@ def test_a_late_word_before_a_leave_moves_weights_as_a_round(nesterov: bool) -> 
         run_all(world, [(replica.partners.members, partial(outer.run_round, 0))])  # type: ignore[union-attr]
         if is_late:
             replica.ledger.late[0] = change.clone()
-            late = torch.zeros(LENGTH)
-            assert add_what_is_late(replica, late)
+            late = late_change(replica, LENGTH)
+            assert late is not None
             outer.add_late(late)
-        assert not add_what_is_late(replica, torch.zeros(LENGTH))
+        assert late_change(replica, LENGTH) is None
         assert outer.momentum is not None
         found.append([outer.slow_weights.clone(), outer.momentum.clone(), weights.read()])
     for in_round, later in zip(*found, strict=True):
