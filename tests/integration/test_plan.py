@@ -122,9 +122,9 @@ SMALL, LARGE = (
 def test_a_dry_run_measures_what_plan_computes(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a larger model needs more than a small one, within 10 % of resident memory.
+    """What a larger model needs more than a small one, within 10 % of resident memory, on an idle machine.
 
-    On an idle machine. The difference, since libraries take some 0.5 GB. glibc is told to give back what is freed at once.
+    The difference, since libraries take some 0.5 GB. glibc is told to give back what is freed at once.
     """
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
