@@ -12,7 +12,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.preflight.memory import parameters_of_stages
 from megatron_noloco.preflight.schemes import exchange_bytes
 from megatron_noloco.preflight.short_run import DryRun, dry_run
-from tests.harness import by_hand, call_here, run_ranks, slow
+from tests.harness import by_hand, call_here, run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
@@ -106,22 +106,23 @@ SMALL, LARGE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        slow({"bf16": {"enabled": True}}),
-        slow(MUON),
-        slow({"noloco": {"payload": "int8", "outer_momentum": 0.5, "outer_lr": 0.7}}),
-        slow({"model": {"family": "starcoder2"}}),
-        slow({"model": {"family": "mixtral", "num_moe_experts": 2, "moe_router_topk": 2}}),
+        {"bf16": {"enabled": True}},
+        MUON,
+        {"noloco": {"payload": "int8", "outer_momentum": 0.5, "outer_lr": 0.7}},
+        {"model": {"family": "starcoder2"}},
+        {"model": {"family": "mixtral", "num_moe_experts": 2, "moe_router_topk": 2}},
     ],
     ids=["fp32", "bf16", "Muon", "outer momentum", "StarCoder2", "Mixtral"],
 )
 def test_a_dry_run_measures_what_plan_computes(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a larger model needs more than a small one, within 10 % of resident memory.
+    """What a larger model needs more than a small one, within 10 % of resident memory, on an idle machine.
 
     The difference, since libraries take some 0.5 GB. glibc is told to give back what is freed at once.
     """
