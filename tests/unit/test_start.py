@@ -24,6 +24,7 @@ from megatron_noloco.training import outputs
 from megatron_noloco.training.identity import identity_of
 from megatron_noloco.training.prepare import _check_load, check_start
 from megatron_noloco.training.start import _first_weights, check_ranks, checkpoint_settings
+from tests.harness import key_file
 from tests.kit.checkpoints import CONFIG, edit_configs, edit_manifest, flip_a_bit, write_checkpoint
 from tests.unit.configs import config
 
@@ -256,7 +257,9 @@ def test_a_resume_reads_no_first_weights(tmp_path: Path) -> None:
 def test_a_new_job_checks_its_weights_beside_older_jobs(tmp_path: Path) -> None:
     training = {"training__pretrained": str(tmp_path / "gone"), "training__output_dir": str(tmp_path)}
     alone = {"parallel__replicas": "auto", "noloco__routing": "off"}
-    run = config(**training, **alone, federation={"rendezvous": "tcp://there:29600", "encryption": "none"})
+    run = config(
+        **training, **alone, federation={"rendezvous": "tcp://there:29600", "key_file": key_file(tmp_path)}
+    )
     save(tmp_path / "replica_00", 5)
     check_start(run, 0)
     with pytest.raises(UserError, match="gone"):
