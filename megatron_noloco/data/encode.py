@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
-from megatron_noloco.data.inputs import in_words, split_of, why_left_out
+from megatron_noloco.data.inputs import POINTERS, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -160,6 +160,10 @@ def read_documents(files: Iterable[Input], total: int, key: str, counts: Counts)
         yield from item.pieces(key, counts.advance, _piece_of(total) if item.kind == "text" else PIECE)
     if texts < counts["files"]:
         counts["beside_records"] = texts
+    elif rows := [item for item in counts.left_out.get(POINTERS, ()) if item.kind != "text"]:
+        raise UserError(
+            f"{rows[0].path}: a pointer of Git LFS, and there is no other file of rows; `git lfs pull` fetches it"
+        )
 
 
 def _piece_of(total: int) -> int:

@@ -14,6 +14,7 @@ from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object, without_mark
 
+POINTERS = "pointer{} of Git LFS, `git lfs pull` fetches the files"  # reason of files that are not read
 _NAMED = 3  # files of each kind in a summary
 _UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -71,7 +72,7 @@ def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> tuple[
         return f"file{{}} of CSV or TSV, {advice}", f"tables of text are not read; {advice}"
     if head == _LFS_POINTER:
         advice = "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
-        return "pointer{} of Git LFS, `git lfs pull` fetches the files", advice
+        return POINTERS, advice
     if rows_alone and item.kind == "text":
         return "file{} without records" * found, ""
     if found and item.kind == "text" and text_problem(path):

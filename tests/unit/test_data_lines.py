@@ -242,7 +242,7 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     files = {"a.txt": b"text", "b.txt.xz": b"x", "c.JSON.gz": gzip.compress(b"[]"), "d": b"\xff"}
     files |= {
         "e.csv": b"a,b",
-        "f.jsonl": LFS_POINTER,
+        "f.bin": LFS_POINTER,
         "g.txt": b'{"text": "a"}\n',
         "below/h": b"{as} prose,\n{}\n",
     }
@@ -253,9 +253,23 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
         "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file of "
         "JSON whose first line is no object with text (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, "
         "write the rows as JSON lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files "
-        "(f.jsonl), 1 file of JSON lines whose names do not end with .jsonl (g.txt)"
+        "(f.bin), 1 file of JSON lines whose names do not end with .jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
+
+
+def test_a_clone_without_its_rows_is_refused(tmp_path: Path) -> None:
+    """As `git clone` makes it where Git LFS is not set up: its README is no dataset. Some rows are enough."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "README.md").write_text("what is in here")
+    (tmp_path / "in" / "train-0.parquet").write_bytes(LFS_POINTER)
+    command = ("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
+    assert refusal_of(*command) == (
+        f"{tmp_path}/in/train-0.parquet: a pointer of Git LFS, and there is no other file of rows; `git lfs pull` "
+        "fetches it"
+    )
+    (tmp_path / "in" / "train-1.jsonl").write_text('{"text": "a"}\n')
+    assert "1 pointer of Git LFS" in output_of(*command)
 
 
 def peak_bytes(code: str, *arguments: Any) -> int:

@@ -203,7 +203,7 @@ def test_what_a_stopped_process_leaves(tmp_path: Path) -> None:
             said = process.communicate(timeout=60)[1]
         finally:
             process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert without_torch(said).endswith("stopped before all was written; give the command again\n")
     assert not list((tmp_path / "out").iterdir())
 
