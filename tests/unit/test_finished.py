@@ -16,7 +16,7 @@ from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.training.separate_jobs import why_ended
 from tests.unit.memory_mesh import World
-from tests.unit.test_checkpoint_files import edit, write_checkpoint
+from tests.kit.checkpoints import edit, write_checkpoint
 from tests.unit.worlds import members_of, pause, run_all
 
 STEPS = 8
