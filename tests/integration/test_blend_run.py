@@ -13,9 +13,9 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import write_dataset
-from tests.unit.test_preprocess import make_tokenizer
 
 STEPS = 4
 

@@ -8,10 +8,9 @@ import pytest
 
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole
-from tests.unit.configs import SMALLEST
+from tests.kit.tokenizers import make_tokenizer
+from tests.unit.configs import FILES, SMALLEST
 from tests.unit.datasets import write_dataset
-from tests.unit.test_convert import FILES
-from tests.unit.test_preprocess import make_tokenizer
 
 STEPS = 3
 

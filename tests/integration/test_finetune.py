@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config
-from tests.unit.test_records import CHAT, TEMPLATE, stopping_tokenizer
+from tests.kit.chats import CHAT, TEMPLATE, stopping_tokenizer
 
 NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 STEPS = 16

@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.preflight.invitation import invitation_in
 from tests.harness import REPOSITORY, network_lab, until
+from tests.kit.tokenizers import write_tokenizer
 from tests.netlab.lab import Lab
 from tests.netlab.network import Link
-from tests.unit.test_tokenizers import write_tokenizer
 
 PAGE = (REPOSITORY / "docs" / "first-run.md").read_text()
 NAMES = ("first", "second", "third")

@@ -1,6 +1,7 @@
 """A good configuration, and edits to it."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 from megatron_noloco.config import RunConfig
@@ -64,3 +65,6 @@ def edited(edits: dict[str, Any]) -> dict[str, Any]:
 def config(**edits: Any) -> RunConfig:
     """GOOD with edits; `__` stands for the dot."""
     return RunConfig(**edited({name.replace("__", "."): value for name, value in edits.items()}))
+
+
+FILES = Path(__file__).parent / "other_programs"

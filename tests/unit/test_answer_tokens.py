@@ -18,8 +18,8 @@ from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, load_folder
+from tests.kit.chats import write
 from tests.unit.datasets import Learnt, load_records
-from tests.unit.test_records import write
 
 TEXT = [
     "The fox went.\n\n\nLabel: red\n\nLabel: blue  the   end",

@@ -13,31 +13,13 @@ from megatron_noloco.data.chat import ChatTemplate, answers_of
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.records import without_nulls
 from megatron_noloco.errors import UserError
+from tests.kit.chats import ANSWER, ASKED, CALLS, CHAT, TEMPLATE, answers, called, chat_tokenizer, write
 from tests.unit.datasets import Learnt, load_records
 from tests.unit.golden import check
-from tests.unit.test_records import CHAT, TEMPLATE, answers, chat_tokenizer, write
 
-ASKED, ANSWER = {"role": "user", "content": "two"}, {"role": "assistant", "content": "three four"}
-CALLS = TEMPLATE.replace(
-    "{{ message['content'] }}",
-    "{{ message.content | tojson if message.role == 'tool' else message.content }}"
-    "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}"
-    "{% endfor %}",
-)
 PUBLISHED = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}]
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + TEMPLATE
-
-
-def called(arguments: Any) -> list[dict[str, Any]]:
-    """A conversation in which the assistant calls a tool, whose answer holds quotes and a new line."""
-    call = {"type": "function", "id": "call00001", "function": {"name": "weather", "arguments": arguments}}
-    return [
-        ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "name": "weather", "tool_call_id": "1", "content": '{"sky":\n "blue"}'},
-        ANSWER,
-    ]
 
 
 def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Learnt]:

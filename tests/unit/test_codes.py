@@ -17,11 +17,10 @@ from megatron_noloco.outer import Exchange, ExchangeReport
 from megatron_noloco.outer.finite_mean import MEASURED
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.plans.topology import Place
-from tests.kit.layouts import Layout, two_layouts
+from tests.kit.layouts import MOST_RANKS, Layout, holdings_of, movements, part_of, two_layouts
 from tests.loopback import loopback_world
 from tests.unit.fleet import noise
 from tests.unit.memory_mesh import World
-from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, part_of
 from tests.unit.worlds import members_of, replica_of, run_all
 
 SECONDS = 60.0

@@ -32,12 +32,11 @@ from megatron_noloco.convert.shell import Script, options
 from megatron_noloco.engine.schedules import rates_in
 from megatron_noloco.errors import UserError
 from tests.harness import call_here, refusal_of
-from tests.unit.configs import SMALLEST
+from tests.kit.tokenizers import make_tokenizer
+from tests.unit.configs import FILES, SMALLEST
 from tests.unit.datasets import write_dataset
 from tests.unit.golden import check
-from tests.unit.test_preprocess import make_tokenizer
 
-FILES = Path(__file__).parent / "other_programs"
 BASE = FILES.parents[2] / "configs" / "quickstart.json"
 
 # Arguments of the command, without --output.

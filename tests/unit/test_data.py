@@ -36,7 +36,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.files import utf_8_problem
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from tests.harness import output_of
-from tests.unit.datasets import load_text, sequences_of
+from tests.unit.datasets import load_text, sequences_of, write_cache
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document
@@ -83,18 +83,6 @@ class TestTokenizer:
 
     def test_what_is_no_text_is_shown_as_such(self) -> None:
         assert ByteTokenizer().decode([ord("a"), 0xC3, ord("b"), 300]) == "a\ufffdb\ufffd"
-
-
-def write_cache(folder: Path, *lines: str) -> None:
-    """As the library of the Hugging Face Hub keeps a dataset: names in `snapshots` are links to `blobs`."""
-    data = folder / "snapshots" / "abc" / "data"
-    for part in (folder / "blobs", folder / "refs", data):
-        part.mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "blobs" / "0f").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "blobs" / "1e").write_text("# A card")
-    (data / "train.jsonl").symlink_to("../../../blobs/0f")
-    (data.parent / "README.md").symlink_to("../../blobs/1e")
 
 
 class TestCorpus:

@@ -20,12 +20,10 @@ from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.harness import output_of, refusal_of
+from tests.kit.chats import ANSWER, ASKED, CALLS, TEMPLATE, called, chat_tokenizer, write
 from tests.unit.configs import SMALLEST
-from tests.unit.datasets import load_records, write_dataset
+from tests.unit.datasets import LFS_POINTER, load_records, write_dataset
 from tests.unit.golden import check
-from tests.unit.test_chat import ANSWER, ASKED, CALLS, called
-from tests.unit.test_preprocess import LFS_POINTER
-from tests.unit.test_records import TEMPLATE, chat_tokenizer, write
 
 
 def parquet_of(text: bytes, columns: int = 1) -> bytes:

@@ -38,9 +38,9 @@ from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import check_start, prepare, read_data
 from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import call_here, output_of, refusal_of
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_text, sequences_of, write_dataset
-from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
 

@@ -10,8 +10,7 @@ from megatron_noloco.config import load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import refusal_of
 from tests.unit.configs import SMALLEST
-from tests.unit.datasets import load_records, load_text
-from tests.unit.test_preprocess import TEXTS, documents, expected, run, write_jsonl, zstd
+from tests.unit.datasets import TEXTS, documents, expected, load_records, load_text, run, write_jsonl, zstd
 
 BYTES = ByteTokenizer()
 RECORD = json.dumps({"prompt": "a", "completion": "b"})

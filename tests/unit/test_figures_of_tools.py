@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_reading import write
+from tests.unit.rows import write
 from tools.efficiency import steps_that_count
 from tools.time_to_loss import Moment, curve, seconds_to
 

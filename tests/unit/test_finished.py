@@ -15,8 +15,8 @@ from megatron_noloco.federation.membership import Membership
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.training.separate_jobs import why_ended
-from tests.unit.memory_mesh import World
 from tests.kit.checkpoints import edit, write_checkpoint
+from tests.unit.memory_mesh import World
 from tests.unit.worlds import members_of, pause, run_all
 
 STEPS = 8

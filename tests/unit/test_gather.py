@@ -7,7 +7,7 @@ import torch
 
 from megatron_noloco.federation.gather import Gather, Leader
 from megatron_noloco.plans.canonical import Block, Holding, Matrix
-from tests.unit.test_movement import movements
+from tests.kit.layouts import movements
 
 HOLDINGS = [Holding([Block(0, Matrix(0, 1, 10), 0, 5 * rank, 1, 5)]) for rank in range(2)]
 

@@ -11,9 +11,9 @@ import torch
 
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import call_here, output_of, refusal_of, run_command
+from tests.kit.chats import CHAT, TEMPLATE, chat_tokenizer, write
+from tests.kit.tokenizers import make_tokenizer
 from tests.unit.datasets import write_dataset
-from tests.unit.test_preprocess import make_tokenizer
-from tests.unit.test_records import CHAT, TEMPLATE, chat_tokenizer, write
 
 
 def test_inspect_prints_sizes_and_the_first_documents(tmp_path: Path) -> None:

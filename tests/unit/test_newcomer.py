@@ -49,7 +49,7 @@ from megatron_noloco.preflight.newcomer import (
 )
 from megatron_noloco.training.prepare import _slot, network_for
 from tests.integration.tiny import tiny, write_config
-from tests.unit.test_tokenizers import write_tokenizer
+from tests.kit.tokenizers import write_tokenizer
 
 DAY = 86400.0
 

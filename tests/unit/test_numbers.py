@@ -13,8 +13,7 @@ from megatron_noloco.monitor.console import RunFacts, log_lines
 from megatron_noloco.monitor.numbers import SPREAD, TABLE, TIME, Number, number_of
 from megatron_noloco.monitor.reductions import LAST, LAST_SUM
 from tests.harness import run_ranks
-from tests.unit.rows import STEP, begin
-from tests.unit.test_reading import step, write
+from tests.unit.rows import STEP, begin, step, write
 
 PACKAGE = Path(numbers.__file__).parents[1]
 NEW = Number(

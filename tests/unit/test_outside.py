@@ -17,7 +17,7 @@ from megatron_noloco.monitor.watch import run_table
 from megatron_noloco.monitor.writers import OTHERS
 from megatron_noloco.training.following import keep_rows
 from tests.unit.memory_mesh import World
-from tests.unit.test_reading import step
+from tests.unit.rows import step
 from tests.unit.worlds import members_of, pause, replica_of, run_all, take_part, vectors
 
 BAD = "\x1b[2J\x1b]0;title\x07\r\nready\u202e\x9b31m [red]"

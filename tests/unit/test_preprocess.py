@@ -11,31 +11,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.faults import full_disk
-from tests.unit.test_data import write_cache
+from tests.kit.tokenizers import make_tokenizer
+from tests.unit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
-TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
-BYTES = ByteTokenizer()
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
 @pytest.fixture(scope="module")
@@ -44,51 +38,6 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return folder
-
-
-def make_tokenizer(folder: Path, vocab_size: int = 300) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["two three four five six seven eight nine ten"] * 9, trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    end = {"__type": "AddedToken", "content": "<end>", "special": True}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, "zstd", asbytes=True)
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "id": 7}) + "\n" for text in texts))
-    return path
-
-
-def counted(
-    folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any
-) -> dict[str, Any]:
-    """The facts about FOLDER/out_text_document, which is made."""
-    return preprocess([*map(str, paths)], folder / "out", tokenizer, **{"append_eod": True, **options})[1]
-
-
-def run(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> IndexedDataset:
-    counted(folder, paths, tokenizer, **options)
-    return read_indexed(str(folder / f"out_{options.get('key', 'text')}_document"))
-
-
-def documents(indexed: IndexedDataset) -> list[list[int]]:
-    bounds = indexed.offsets[indexed.document_bounds]
-    return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
-
-
-def expected(texts: list[str], tokenizer: AnyTokenizer = BYTES) -> list[list[int]]:
-    return [[*tokenizer.encode(text).tolist(), tokenizer.end_of_document] for text in texts if text]
 
 
 def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:

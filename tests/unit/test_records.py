@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tokenizers import Tokenizer as Tokenizers
 
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
@@ -22,29 +20,17 @@ from megatron_noloco.data.opening import check_source, open_data, open_validatio
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from tests.unit.datasets import Learnt, load_records
-from tests.unit.test_preprocess import LFS_POINTER, make_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.kit.chats import CHAT, TEMPLATE, answers, chat_tokenizer, record, stopping_tokenizer, write
+from tests.kit.tokenizers import make_tokenizer
+from tests.unit.datasets import LFS_POINTER, load_records
 
-# Answers end with a token of their own, which is of the answer, and so is the newline after it.
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}<end>{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 # The same as TRL's training templates are: what the assistant generates is between marks.
 GENERATION = (
     "{% for message in messages %}<{{ message['role'] }}>{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] }}<end>{{ '\\n' }}{% endgeneration %}"
     "{% else %}{{ message['content'] }}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-CHAT = [
-    {"role": "system", "content": "Größe"},
-    {"role": "user", "content": "two"},
-    {"role": "assistant", "content": "three four"},
-    {"role": "user", "content": "five"},
-    {"role": "assistant", "content": "six"},
-]
 BYTES = ByteTokenizer()
 END = BYTES.end_of_document
 
@@ -52,32 +38,6 @@ END = BYTES.end_of_document
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
-
-
-def chat_tokenizer(folder: Path, template: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    make_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
-def stopping_tokenizer(folder: Path, template: str) -> Path:
-    """With a special token <stop> beside <end>, which ends documents."""
-    chat_tokenizer(folder, template)
-    tokenizer = Tokenizers.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<stop>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-def write(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def answers(record: Learnt, tokenizer: Tokenizer) -> str:
-    """The text of the tokens that have a loss; special tokens are left out."""
-    return tokenizer.decode(record.tokens[record.answer])
 
 
 class TestRecords:
@@ -171,11 +131,6 @@ class TestRecords:
     def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
         assert FastTokenizer(tmp_path).end_of_answer is None
-
-
-def record(length: int, first: int = 0, answered: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Counting tokens, unsigned as those of a tokenizer are, of which the last `answered` are the answer."""
-    return np.arange(first, first + length, dtype=np.uint16), np.arange(length) >= length - answered
 
 
 def samples_of(records: list[tuple[np.ndarray, np.ndarray]], packed: bool = True) -> RecordSamples:

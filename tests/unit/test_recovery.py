@@ -17,10 +17,9 @@ from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.recovery import Offer, Recovery, States, _pieces, furthest
 from megatron_noloco.federation.states import NotTakenError, State
-from tests.kit.layouts import Layout, two_layouts
+from tests.kit.layouts import MOST_RANKS, Layout, holdings_of, movements, scattered, size_of, two_layouts
 from tests.unit.fleet import noise
 from tests.unit.memory_mesh import Message, World
-from tests.unit.test_movement import MOST_RANKS, holdings_of, movements, scattered, size_of
 from tests.unit.worlds import members_of, pause, run_all
 
 LENGTH, BUCKET = 100, 20

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
@@ -38,32 +38,10 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
 from tests.harness import output_of
+from tests.kit.chats import write
+from tests.kit.tokenizers import TEXT, write_tokenizer
 from tests.unit.configs import SMALLEST
 from tests.unit.datasets import load_records
-from tests.unit.test_records import write
-
-TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
-
-
-def write_tokenizer(folder: Path, pieces: int = 20, **config: Any) -> Path:
-    """Write a byte-level BPE tokenizer that names a BOS, and that adds it by its post-processor."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<s>", "</s>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(special) + pieces,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXT, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def change(file: Path, **fields: Any) -> None:

@@ -12,7 +12,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
-from tests.unit.test_huggingface import exported, make_model, random_weights, write_folder
+from tests.kit.hf_folders import exported, make_model, random_weights, write_folder
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 INDEX = "model.safetensors.index.json"
