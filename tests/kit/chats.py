@@ -8,8 +8,8 @@ import numpy as np
 from tokenizers import Tokenizer as Tokenizers
 
 from megatron_noloco.data.tokenizer import Tokenizer
+from tests.kit.datasets import Learnt
 from tests.kit.tokenizers import make_tokenizer
-from tests.unit.datasets import Learnt
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.
 TEMPLATE = (

@@ -22,8 +22,8 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, table_of
 from megatron_noloco.plans.canonical import Holding
 from megatron_noloco.plans.topology import Position, Topology
-from tests.loopback import loopback_world
-from tests.unit.architectures import SMALL
+from tests.kit.architectures import SMALL
+from tests.kit.loopback import loopback_world
 
 VECTORS = ("slow_weights", "inner.momentum")
 LAYERS, VOCABULARY, EXPERTS = 4, 30, 6
