@@ -20,7 +20,6 @@ from megatron_noloco.data.indexed import read_indexed
 from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from tests.kit.faults import full_disk
 
 BYTES = ByteTokenizer()
 HALVES = Split.parse("1,1")
@@ -139,15 +138,6 @@ def test_two_that_make_it_at_once_both_have_it(
     assert not list((text.parent / "cache").glob("*.partial-*"))
 
 
-def test_what_a_killed_process_leaves_is_removed(text: Path) -> None:
-    digest = corpus_of(source_of(text), BYTES).recipe.digest
-    left = text.parent / "cache" / f"{digest}.partial-1"
-    left.mkdir(parents=True)
-    (left / "data.bin").write_text("half")
-    entry = corpus_of(source_of(text), BYTES).make()
-    assert [path.name for path in left.parent.iterdir() if path.is_dir()] == [entry.folder.name]
-
-
 def test_a_file_that_changes_meanwhile_is_named(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = corpus.read_documents
 
@@ -170,17 +160,6 @@ def test_a_folder_that_cannot_be_written_says_what_to_set(text: Path, tmp_path: 
     ):
         with pytest.raises(UserError, match=r"file/cache: cannot be written: .*; give another data.cache$"):
             door()
-
-
-def test_a_full_disk_says_what_to_set_and_leaves_nothing(text: Path) -> None:
-    (text / "c.txt").write_text("a long text\n" * 9000)
-    cached = text.parent / "cache"
-    with (
-        pytest.raises(UserError, match=rf"^{cached}: cannot be written: .*; give another data.cache$"),
-        full_disk(),
-    ):
-        corpus_of(source_of(text), BYTES).make()
-    assert not [path for path in cached.iterdir() if path.is_dir()]
 
 
 def test_an_entry_in_a_folder_that_may_only_be_read_is_used(

@@ -25,7 +25,6 @@ from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
-from tests.kit.faults import full_disk
 from tests.kit.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -254,17 +253,6 @@ def test_two_of_one_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first == ""
     assert all("c_text_document.idx exists already" in other for other in others)
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".bin", ".json", ".idx"}
-
-
-@pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])
-def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str]) -> None:
-    write_jsonl(tmp_path / "a.jsonl", texts)
-    with (
-        pytest.raises(ValueError, match=r"cannot be written: .*; give another --output-prefix$"),
-        full_disk(),
-    ):
-        run(tmp_path, [tmp_path / "a.jsonl"])
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
