@@ -47,7 +47,7 @@ checks: lint
 	@$(MAKE) --no-print-directory docs
 
 golden: $(INSTALLED)
-	GOLDEN=write .venv/bin/python -m pytest -q $$(grep -rl --include='test_*.py' "tests.kit.golden" tests)
+	GOLDEN=write .venv/bin/python -m pytest -q $$(grep -rl --include='test_*.py' 'golden import check' tests)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .
