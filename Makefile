@@ -2,8 +2,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 # By a process more than there are cores, since tests wait a third of the time. File by file: the tests of a file share
-# what its fixtures made. In the order of their folders, so that the files of tests/unit, which take seconds, come last
-# and keep all cores busy to the end.
+# what its fixtures made. In the order of `testpaths` in pyproject.toml.
 # On the CPU, also beside a GPU: tests fork processes, which CUDA does not permit. `make gpu-check` runs those marked gpu.
 PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
@@ -44,11 +43,11 @@ test: $(INSTALLED)
 	@$(PYTEST) $(NOT_BY_HAND) --durations=12 --durations-min=8
 
 checks: lint
-	$(PYTEST) -q $(NOT_BY_HAND) tests/unit
+	$(PYTEST) -q $(NOT_BY_HAND) tests/repository tests/refusals tests/parts tests/theorems
 	@$(MAKE) --no-print-directory docs
 
 golden: $(INSTALLED)
-	GOLDEN=write .venv/bin/python -m pytest -q tests/unit/test_banner.py tests/unit/test_chat.py tests/unit/test_config_lines.py tests/unit/test_data_lines.py tests/unit/test_huggingface.py tests/unit/test_plan.py tests/integration/test_publish.py
+	GOLDEN=write .venv/bin/python -m pytest -q $$(grep -rl --include='test_*.py' 'golden import check' tests)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

@@ -2,7 +2,7 @@
 
 Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no
 argument for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that uses "cpu" for
-both and forwards everything else. `tests/unit/test_contracts.py` fails when an upgrade moves any of these names.
+both and forwards everything else. `tests/references/test_contracts.py` fails when an upgrade moves a name.
 
 Three more places of the package change other packages: `pipeline.groups` sets core's global groups,
 `engine.initialize` tells DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and

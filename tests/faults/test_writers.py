@@ -90,14 +90,20 @@ def folder(tmp_path: Path) -> Path:
     """An empty folder beside the texts that are read."""
     for name in ("input", "output"):
         (tmp_path / name).mkdir()
-    (tmp_path / "input" / "a.txt").write_text("a long text\n" * LINES)
-    (tmp_path / "input" / "a.jsonl").write_text('{"text": "a long text"}\n' * LINES)
+    write_input(tmp_path / "output", LINES)
     return tmp_path / "output"
 
 
+def write_input(folder: Path, lines: int) -> None:
+    (input_of(folder) / "a.txt").write_text("a long text\n" * lines)
+    (input_of(folder) / "a.jsonl").write_text('{"text": "a long text"}\n' * lines)
+
+
+@pytest.mark.parametrize("lines", [LINES, 100 * LINES], ids=["at the end", "while it writes"])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_full_disk_is_one_line_and_leaves_nothing(writer: str, folder: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(writer: str, lines: int, folder: Path) -> None:
     write, read, line = WRITERS[writer]
+    write_input(folder, lines)
     with full_disk(), pytest.raises((OSError, ValueError)) as caught:
         write(folder)
     assert re.search(line.format(folder=folder) + "$", str(caught.value))

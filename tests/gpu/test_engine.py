@@ -1,7 +1,6 @@
 """The engine on a GPU against plain torch on it, and what a local step waits for."""
 
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,28 +9,14 @@ from torch import Tensor
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routing
-from tests.integration.tiny import MUON, Recorded, build, microbatch, tiny
+from tests.gpu.training import LOCAL, STEPS, trained
+from tests.kit.tiny import MUON, build, microbatch, tiny
 
 pytestmark = pytest.mark.gpu
 
-STEPS, RATE = 6, 0.01
-LOCAL = {"model": {"transformer_impl": "local"}, "scheduler": None}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # dynamic
 OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
-
-
-def trained(changes: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Recorded, dict[str, Tensor]]:
-    """The engine's losses, records and weights."""
-    config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
-    recorded = Recorded()
-    engine = ReplicaEngine(stage, groups, config.as_deepspeed(), recorded)
-    routes = Routing(1, config.microbatches, 0, "off").straight()
-    losses = []
-    for step in range(steps):
-        found = engine.train_batch(partial(microbatch, config, groups, step), routes)
-        losses.append(sum(float(loss.loss) for loss in found) / len(found))
-    return losses, recorded, {row.name: parameter.detach().float() for row, parameter in stage.named_rows()}
 
 
 def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float], dict[str, Tensor]]:

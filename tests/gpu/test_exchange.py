@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
-from tests.loopback import loopback_world
+from tests.kit.loopback import loopback_world
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import run_launcher, run_torchrun
-from tests.integration.tiny import tiny, write_config, write_text
+from tests.kit.ranks import run_launcher, run_torchrun
+from tests.kit.tiny import tiny, write_config, write_text
 
 pytestmark = pytest.mark.gpu
 

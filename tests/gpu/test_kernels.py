@@ -10,8 +10,8 @@ from deepspeed.ops.adam import FusedAdam
 
 from megatron_noloco.engine.initialize import deepspeed_settings
 from megatron_noloco.model.layers import CausalAttention, document_mask, fused_rms_norm_affine
-from tests.gpu.test_engine import trained
-from tests.integration.tiny import build, tiny
+from tests.gpu.training import trained
+from tests.kit.tiny import build, tiny
 
 pytestmark = pytest.mark.gpu
 

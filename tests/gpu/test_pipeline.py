@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import run_torchrun
-from tests.integration.tiny import metrics, tiny, write_config, write_text
+from tests.kit.ranks import run_torchrun
+from tests.kit.tiny import metrics, tiny, write_config, write_text
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integration.tiny import MUON, tiny, trained, write_config, write_text
+from tests.kit.tiny import MUON, tiny, trained, write_config, write_text
 
 pytestmark = pytest.mark.gpu
 

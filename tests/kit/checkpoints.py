@@ -17,7 +17,7 @@ from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.start import checkpoint_settings
-from tests.unit.configs import SMALLEST
+from tests.kit.configs import SMALLEST
 
 CONFIG: dict[str, Any] = SMALLEST | {
     "gradient_accumulation_steps": 2,

@@ -1,6 +1,7 @@
 """Ranks of any layout with the vectors that they would hold: numbers of the whole model, cut and padded."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.restore import RankReader
-from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.engine.layout import FlatPart, held_of
+from megatron_noloco.federation.movement import Movement
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, table_of
+from megatron_noloco.plans.canonical import Holding
 from megatron_noloco.plans.topology import Position, Topology
-from tests.unit.architectures import SMALL
+from tests.kit.architectures import SMALL
+from tests.kit.loopback import loopback_world
 
 VECTORS = ("slow_weights", "inner.momentum")
 LAYERS, VOCABULARY, EXPERTS = 4, 30, 6
@@ -136,3 +140,45 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
         return Layout(Topology(replicas, pp, dp, tp, vpp, ep=ep), padded, groups, tied, family)
 
     return layout(), layout()
+
+
+MOST_RANKS = 12  # of a replica
+
+
+def holdings_of(layout: Layout) -> list[Holding]:
+    architecture, topology = replace(layout.architecture, vocab_size=VOCABULARY), layout.topology
+    return [
+        Holding(*held_of(layout.parts(at), architecture, topology, at))
+        for at in map(topology.position, range(topology.replica_size))
+    ]
+
+
+def movements(holdings: Sequence[Holding], intervals: list[range], bucket: int) -> list[Movement]:
+    """Return those of the ranks of a replica."""
+    if len(holdings) == 1:
+        return [Movement(holdings, intervals, bucket=bucket)]
+    world = loopback_world(len(holdings))
+    return [Movement(holdings, intervals, transport, bucket=bucket) for transport in world]
+
+
+def part_of(canonical: Tensor, holding: Holding, interval: range) -> Tensor:
+    """What a rank has of an interval of a vector, in ascending order."""
+    parts = [
+        canonical[block.first :].as_strided((block.rows, block.width), (block.matrix.columns, 1))
+        for block in holding.between(interval.start, interval.stop)
+    ]
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0)
+
+
+def size_of(holding: Holding) -> int:
+    """Elements of a vector with the places of a rank, up to the last one."""
+    return max((block.own + block.size for block in holding.between(0, holding.stop)), default=0)
+
+
+def scattered(canonical: Tensor, holding: Holding, interval: range) -> Tensor:
+    """What a rank has of a vector, at its places; zeros elsewhere."""
+    found, parts = torch.zeros(size_of(holding)), part_of(canonical, holding, interval)
+    blocks = holding.between(interval.start, interval.stop)
+    for block, part in zip(blocks, parts.split([block.size for block in blocks]), strict=True):
+        found[block.own : block.own + block.size] = part
+    return found

@@ -21,8 +21,8 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.start import checkpoint_settings
-from tests.harness import call, run_command, run_ranks
-from tests.integration.tiny import (
+from tests.kit.ranks import call, run_command, run_ranks
+from tests.kit.tiny import (
     build,
     microbatch,
     tiny,

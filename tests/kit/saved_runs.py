@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.training import run as run_module
-from tests.integration.chaos import Outcome, Run, command
-from tests.integration.tiny import (
+from tests.kit.disturbed import Outcome, Run, command
+from tests.kit.tiny import (
     FAMILY_MODELS,
     sizes,
 )

@@ -17,8 +17,8 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import parameters_of_stages
-from tests.harness import run_ranks
-from tests.integration.tiny import (
+from tests.kit.ranks import run_ranks
+from tests.kit.tiny import (
     FAMILY_MODELS,
     MIXTURES,
     MUON,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.integration.tiny import MUON
+from tests.kit.tiny import MUON
 
 # Of torch: DeepSpeed would compile its own.
 TORCH_ADAM: dict[str, Any] = {"optimizer": {"params": {"torch_adam": True}}}

@@ -47,11 +47,11 @@ def _start() -> None:
 
 def _import_engines() -> None:
     """Import what each rank would import late."""
-    for module in ("tests.integration.tiny", "deepspeed.compile.backend"):
+    for module in ("tests.kit.tiny", "deepspeed.compile.backend"):
         importlib.import_module(module)
 
 
 def _run_ranks(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-    from tests.harness import run_ranks
+    from tests.kit.ranks import run_ranks
 
     return run_ranks(world_size, function, *args, timeout=timeout)

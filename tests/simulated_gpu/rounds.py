@@ -13,7 +13,7 @@ from megatron_noloco.outer import Channel, Exchange, ExchangeReport, OuterOptimi
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.transport.interface import Transport
-from tests.loopback import loopback_world
+from tests.kit.loopback import loopback_world
 from tests.simulated_gpu import Gpu, Order, Wait
 
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from tests.harness import run_ranks
-from tests.integration.jobs import paper
+from tests.kit.jobs import paper
+from tests.kit.ranks import run_ranks
 from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.process import GpuProcess
 

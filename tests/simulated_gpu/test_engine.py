@@ -12,8 +12,8 @@ import torch
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routing
-from tests.harness import by_hand, run_ranks
-from tests.integration.tiny import BF16, FAMILY_MODELS, RECOMPUTE, build, microbatch, tiny_with
+from tests.kit.ranks import by_hand, run_ranks
+from tests.kit.tiny import BF16, FAMILY_MODELS, RECOMPUTE, build, microbatch, tiny_with
 from tests.simulated_gpu import Gpu, Order, Wait, installed
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess

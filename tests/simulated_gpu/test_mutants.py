@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.harness import REPOSITORY
+from tests.kit.ranks import REPOSITORY
 
 
 class Mutant(NamedTuple):
@@ -30,7 +30,7 @@ PAIRS = OUTER, "are_those_of_a_cpu and pairs"
 GROUPS = OUTER, "are_those_of_a_cpu and group and not int4"
 CROSSED = OUTER, "cross_the_bus"
 WAITS = ENGINE, "waits_for_the_norm and fp32"
-CLOCK = "unit/test_stream_clock.py", "block"
+CLOCK = "parts/test_stream_clock.py", "block"
 MUTANTS = {
     "memory is released before the copies from it": Mutant(
         "outer/vectors.py", (OUTER, "memory_is_released"), "torch.cuda.synchronize()"

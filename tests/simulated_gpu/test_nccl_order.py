@@ -12,9 +12,9 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline.groups import build_groups
-from tests.harness import by_hand, run_ranks
-from tests.integration.tiny import BF16, TIED, VOCABULARY, tiny_with
+from tests.kit.ranks import by_hand, run_ranks
 from tests.kit.saved_runs import EXPERTS, Changes, layout, ranks
+from tests.kit.tiny import BF16, TIED, VOCABULARY, tiny_with
 from tests.simulated_gpu.gpu import Gpu
 from tests.simulated_gpu.nccl_order import Communicator, Kernel, Op, OrderError, Program, play, record
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON

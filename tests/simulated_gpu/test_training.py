@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.harness import by_hand, run_ranks
-from tests.integration.tiny import BF16, RECOMPUTE, TIED, run_whole, tiny_with, write_config, write_text
+from tests.kit.ranks import by_hand, run_ranks
 from tests.kit.saved_runs import EXPERTS, Changes, layout, ranks
+from tests.kit.tiny import BF16, RECOMPUTE, TIED, run_whole, tiny_with, write_config, write_text
 from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.optimizers import TORCH_ADAM, WITH_MUON
 from tests.simulated_gpu.process import GpuProcess

@@ -19,7 +19,7 @@ from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.outer.vectors import HOST, buffer
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
-from tests.loopback import loopback_world
+from tests.kit.loopback import loopback_world
 from tools.bench.laps import Laps
 
 

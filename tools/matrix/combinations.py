@@ -35,7 +35,7 @@ COMBINATIONS = (
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m")
 _QUICK = (*_PYTEST, "not slow and not contract")
-_LAUNCHED = ("failures", "launched_runs")
+_LAUNCHED = ("tests/faults/test_failures.py", "tests/runs/test_launched_runs.py")
 _VERSIONS = f"""
 import platform
 from importlib.metadata import version
@@ -46,23 +46,21 @@ STEPS = (
     Step(
         "contracts",
         "what the code relies on in the engines",
-        (*_PYTEST, "contract", "tests/unit/test_contracts.py", "tests/unit/test_requirements.py"),
+        (*_PYTEST, "contract", "tests/references/test_contracts.py", "tests/repository/test_requirements.py"),
         1200,
     ),
     Step("quickstart", "20 steps of the quickstart", ("-m", "tools.matrix.quickstart"), 900),
-    Step(
-        "layouts", "a run continues on other ranks", (*_QUICK, "tests/integration/test_other_layout.py"), 900
-    ),
+    Step("layouts", "a run continues on other ranks", (*_QUICK, "tests/layouts/test_other_layout.py"), 900),
     Step(
         "hugging-face",
         "export, import, the Trainer",
-        (*_QUICK, "tests/integration/test_publish.py", "tests/integration/test_hf_trainer.py"),
+        (*_QUICK, "tests/references/test_publish.py", "tests/references/test_hf_trainer.py"),
         1200,
     ),
     Step(
         "torchrun",
         "launch/torchrun.sh: a failure, a kill, SIGTERM",
-        (*_PYTEST, "", "-k", "torchrun", *(f"tests/integration/test_{name}.py" for name in _LAUNCHED)),
+        (*_PYTEST, "", "-k", "torchrun", *_LAUNCHED),
         600,
     ),
 )

@@ -24,7 +24,7 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds, TorchWeights
 from megatron_noloco.plans.sample_order import BatchPlan
 from megatron_noloco.plans.topology import Place
-from tests.loopback import loopback_world
+from tests.kit.loopback import loopback_world
 from tools.simulator.inner import LearningRate, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 

@@ -1,0 +1,177 @@
+"""Conversations: what messages may hold, what has a loss, and what a chat template must write of them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megatron_noloco.data.chat import ChatTemplate, answers_of
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.records import without_nulls
+from megatron_noloco.errors import UserError
+from tests.kit.chats import ANSWER, ASKED, CALLS, CHAT, TEMPLATE, answers, called, chat_tokenizer, write
+from tests.kit.datasets import Learnt, load_records
+from tests.kit.golden import check
+
+PUBLISHED = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}]
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + TEMPLATE
+
+
+def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Learnt]:
+    tokenizer = FastTokenizer(chat_tokenizer(folder / "tokenizer", template))
+    path = write(folder / "a.jsonl", *({"messages": messages, **others} for messages in conversations))
+    return load_records(path, tokenizer)
+
+
+def template_of(folder: Path, text: str) -> ChatTemplate:
+    """A template whose tokenizer has BOS and EOS."""
+    chat_tokenizer(folder, text)
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return FastTokenizer(folder).chat_template
+
+
+TURNS = [ASKED, ANSWER, {"role": "user", "content": "five"}, {"role": "assistant", "content": " six"}]
+THOUGHT = [
+    {**message, "content": f"<think>\nwhy\n</think>\n\n{message['content']}"} for message in TURNS[1::2]
+]
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "two turns": TURNS,
+    "a system message": [CHAT[0], *TURNS],
+    "thoughts": [ASKED, THOUGHT[0], TURNS[2], THOUGHT[1]],
+    "a tool call, arguments as an object": called({"city": "Köln"}),
+    "a tool call, arguments as JSON text": called('{"city": "Köln"}'),
+}
+
+
+def test_published_templates_train_or_say_why_not(tmp_path: Path) -> None:
+    """Of each answer the end of the text before it, and its own: tests/golden/chat_templates.txt."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for file in PUBLISHED:
+            template = template_of(tmp_path / file.stem, file.read_text())
+            tools = TOOLS if template.reads("tools", TOOLS) else None
+            for name, messages in CONVERSATIONS.items():
+                try:
+                    found, _ = answers_of(
+                        without_nulls(messages), tools if "tool" in name else None, template
+                    )
+                    said = "\n".join(f"...{answer.before[-40:]!r} {answer.text!r}" for answer in found)
+                except UserError as error:
+                    said = f"refused: {error}"
+                yield f"{file.stem}: {name}", said
+
+    check("chat_templates", cases())
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in PUBLISHED if file.stem != "deepseek-r1"], ids=lambda file: file.stem
+)
+def test_each_answer_follows_what_generation_reads(file: Path, tmp_path: Path) -> None:
+    template = template_of(tmp_path, file.read_text())
+    messages = [{**message, "content": f"{message['content']} {n}"} for n in range(4) for message in TURNS]
+    answers, _ = answers_of(messages, None, template)
+    assert len(answers) == 8
+    for place, answer in zip(range(1, len(messages), 2), answers, strict=True):
+        assert answer.before == template.render(messages[:place], add_generation_prompt=True)
+        assert "".join(answer) == template.render(messages[: place + 1])
+
+
+def test_turns_of_qwen3_are_learnt_as_generation_reads_them(tmp_path: Path) -> None:
+    """Each answer with its empty thoughts, after earlier answers without: two sequences of tokens."""
+    qwen3 = next(file for file in PUBLISHED if file.stem == "qwen3").read_text()
+    first, second = load(tmp_path, qwen3, TURNS)
+    tokenizer = FastTokenizer(tmp_path / "tokenizer")
+    assert answers(first, tokenizer).startswith("<think>\n\n</think>\n\nthree four")
+    assert answers(second, tokenizer).startswith("<think>\n\n</think>\n\n six")
+    assert tokenizer.decode(second.tokens).count("<think>") == 1
+    assert (first.begins, second.begins) == (True, False)
+
+
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
+def test_parts_are_the_text_that_they_make_up(tmp_path: Path) -> None:
+    in_parts = [{**ASKED, "content": parts("t", "wo")}, {**ANSWER, "content": parts("three four")}]
+    one, other = load(tmp_path, TEMPLATE, [ASKED, ANSWER], in_parts)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.answer.tolist() == other.answer.tolist()
+
+
+def test_keys_that_hold_nothing_are_passed_over(tmp_path: Path) -> None:
+    nothing = {"name": None, "tool_calls": [], "thoughts": "", "function_call": {}, "audio": None}
+    in_record = {"prompt": None, "completion": None, "weight": None, "tools": []}
+    one, other = load(
+        tmp_path, TEMPLATE, [ASKED, ANSWER], [{**ASKED, **nothing}, {**ANSWER, **nothing}], **in_record
+    )
+    assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
+    weighted = [
+        {**message, "weight": 0} if message["content"] == "three four" else message for message in CHAT
+    ]
+    weighted[-1] = {**weighted[-1], "weight": 1}
+    one, other = load(tmp_path, TEMPLATE, CHAT, weighted)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert answers(other, FastTokenizer(tmp_path / "tokenizer")) == "six\n"
+
+
+def test_template_may_trim_and_write_tool_answers(tmp_path: Path) -> None:
+    trimming = TEMPLATE.replace("message['content']", "message['content'] | trim")
+    load(tmp_path, trimming, [{**ASKED, "content": " two\n"}, {**ANSWER, "content": "\n"}])
+    (record,) = load(tmp_path, CALLS, called({"city": "Köln"}))
+    assert '{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
+
+
+def test_texts_are_compared_in_every_conversation(tmp_path: Path) -> None:
+    small = TEMPLATE.replace("message['content']", "message['content'] | lower")
+    line = (
+        r'line 2: the chat template leaves out or changes the text of "content" in message 1 .role "user".;'
+    )
+    with pytest.raises(ValueError, match=line):
+        load(tmp_path, small, [ASKED, ANSWER], [{**ASKED, "content": "Two"}, ANSWER])
+
+
+@pytest.mark.parametrize("written", ["| tojson", "", "| string"])
+def test_arguments_have_the_form_that_a_template_takes(written: str, tmp_path: Path) -> None:
+    """One that writes them as JSON takes an object, any other their JSON text."""
+    template = CALLS.replace("arguments | tojson", f"arguments {written}")
+    given = (called({"city": "Köln"}), called('{"city": "Köln"}'))
+    for record in load(tmp_path, template, *given):
+        assert 'weather{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
+
+
+def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:
+    """Its objects have the keys of all rows, null where a row lacks them; maps are objects, tools may be text."""
+    tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLS))
+    records = [
+        {"messages": called(arguments), "tools": [{"name": "f", "parameters": {name: {"type": "text"}}}]}
+        for name, arguments in (("city", {"city": "Ulm"}), ("day", {"day": "1"}), ("no", {}))
+    ]
+    lines = load_records(write(tmp_path / "a.jsonl", *records), tokenizer)
+    as_text = [record | {"tools": json.dumps(record["tools"])} for record in records]
+    texts = load_records(write(tmp_path / "b.jsonl", *as_text), tokenizer)
+    assert [row.tokens.tolist() for row in texts] == [line.tokens.tolist() for line in lines]
+    table = pyarrow.Table.from_pylist(records)
+    of_text = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    function = pyarrow.struct([("name", pyarrow.string()), ("arguments", of_text)])
+    call = pyarrow.struct([("type", pyarrow.string()), ("function", function)])
+    message = [(name, pyarrow.string()) for name in ("role", "content", "name", "tool_call_id")]
+    messages = pyarrow.list_(pyarrow.struct([*message, ("tool_calls", pyarrow.list_(call))]))
+    maps = pyarrow.array([record["messages"] for record in records], messages)
+    for place, of in enumerate((table, table.set_column(0, "messages", maps))):
+        parquet.write_table(of, path := tmp_path / f"{place}.parquet")
+        rows = load_records(str(path), tokenizer)
+        assert [row.tokens.tolist() for row in rows] == [line.tokens.tolist() for line in lines]
+
+
+def test_a_template_that_asks_for_the_date_gets_one_date(tmp_path: Path) -> None:
+    (record,) = load(tmp_path, DATED, [ASKED, ANSWER])
+    assert FastTokenizer(tmp_path / "tokenizer").decode(record.tokens).startswith("01 Jan 2025<user>")

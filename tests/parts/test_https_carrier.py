@@ -1,0 +1,843 @@
+"""Members on loopback: statuses, pieces both ways, who is there, strangers, and what is left over."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import pytest
+
+from megatron_noloco.federation import https_links, https_server, mesh
+from megatron_noloco.federation.https_answers import Answers, is_name
+from megatron_noloco.federation.https_carrier import HttpsCarrier
+from megatron_noloco.federation.keys import Identity, Keys, host_name
+from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
+from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.visit import visit
+from megatron_noloco.settings import MOST_SLOTS
+
+RUN = 0x1234
+LONG = 30.0  # seconds that a loaded machine may need
+
+
+class Someone:
+    """A member with its mesh."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        slot: int,
+        seeds: Sequence[str] = (),
+        listens: bool = True,
+        run: int = RUN,
+        digests: dict[str, str] | None = None,
+        port: int = 0,
+        address: str = "",
+    ) -> None:
+        listener = socket.create_server(("127.0.0.1", port)) if listens else None
+        self.address = address or (f"127.0.0.1:{listener.getsockname()[1]}" if listener else "")
+        self.lines: list[str] = []
+        self.carrier = HttpsCarrier(digests or {}, listener, seeds)
+        self.me = Member(slot, time.time_ns())
+        self.mesh = Mesh(Statuses(run, self.me, identity), [self.carrier])
+        self.mesh.tell_user(self.lines.append)
+        self.publish()
+
+    def publish(self, **status: Any) -> None:
+        self.mesh.publish({"addresses": [self.address] if self.address else [], **status})
+
+    def close(self) -> None:
+        self.publish(phase="left")
+        self.mesh.close()
+        assert self.carrier.failure is None
+        assert not self.carrier.faults
+
+    def sees(self, *others: "Someone | Member") -> bool:
+        members = {other.me if isinstance(other, Someone) else other for other in others}
+        return set(self.mesh.members()) == members | {self.me}
+
+
+class World:
+    """Members that end with the test."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys, self.members = keys, list[Someone]()
+
+    def identity(self, slot: int) -> Identity:
+        return self.keys.identity(slot)
+
+    def add(self, slot: int, seeds: Sequence[Someone] = (), **options: Any) -> Someone:
+        someone = Someone(self.identity(slot), slot, [seed.address for seed in seeds], **options)
+        self.members.append(someone)
+        return someone
+
+    def meet(self) -> None:
+        for someone in self.members:
+            others = [other for other in self.members if other is not someone]
+            until(lambda someone=someone, others=others: someone.sees(*others))  # type: ignore[misc]
+
+
+def until(condition: Callable[[], object], seconds: float = LONG) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    return Keys.make(tmp_path_factory.mktemp("keys") / "key")
+
+
+@pytest.fixture
+def world(keys: Keys) -> Iterator[World]:
+    made = World(keys)
+    yield made
+    for someone in reversed(made.members):
+        someone.close()
+
+
+def exchange(giver: Someone, taker: Someone, name: str, size: int = 100) -> None:
+    content = os.urandom(size)
+    giver.mesh.offer(name, content, to=taker.me)
+    fetch = taker.mesh.begin(giver.me, name, is_sent=True)
+    assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == content
+    giver.mesh.withdraw(name)
+
+
+def ask_and_offer(giver: Someone, taker: Someone, name: str) -> None:
+    """Check that a fetch waits for a piece, is repeatable, and is refused when it is withdrawn."""
+    fetch = taker.mesh.begin(giver.me, name)
+    time.sleep(0.1)
+    giver.mesh.offer(name, b"content")
+    assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == b"content"
+    assert taker.mesh.fetch(giver.me, name, LONG) == b"content"
+    giver.mesh.withdraw(name)
+    with pytest.raises(RefusedError, match="withdrawn"):
+        taker.mesh.fetch(giver.me, name, LONG)
+    giver.mesh.offer("anothers", b"", to=Member(9, 9))
+    with pytest.raises(RefusedError, match="another member's"):
+        taker.mesh.fetch(giver.me, "anothers", LONG)
+
+
+def test_pieces_pass_both_ways_between_listening_members(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    for number, (giver, taker) in enumerate([(one, other), (other, one)]):
+        exchange(giver, taker, f"small/{number}")
+        exchange(giver, taker, f"empty/{number}", 0)
+        exchange(giver, taker, f"large/{number}", 2**22 + 1)
+        exchange(giver, taker, f"Odd näme?#%/{number}")
+        ask_and_offer(giver, taker, f"late/{number}")
+
+
+def test_pieces_pass_both_ways_with_a_hidden_member(world: World) -> None:
+    one = world.add(1)
+    hidden = world.add(0, [one], listens=False)
+    world.meet()
+    for number, (giver, taker) in enumerate([(one, hidden), (hidden, one)]):
+        exchange(giver, taker, f"small/{number}")
+        exchange(giver, taker, f"large/{number}", 2**22 + 1)
+        ask_and_offer(giver, taker, f"late/{number}")
+
+
+@pytest.mark.parametrize("slot", [0, 2])
+def test_a_member_that_advertises_a_wrong_address_acts(world: World, slot: int) -> None:
+    """As behind a router: the other one fails to dial it, and it opens the link."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        wrong = f"127.0.0.1:{closed.getsockname()[1]}"
+    one = world.add(1)
+    other = world.add(slot, [one], address=wrong)
+    world.meet()
+    missed = list[float]()
+    end = time.monotonic() + 6.0
+    while time.monotonic() < end:
+        missed += [time.monotonic()] * (not one.sees(other))
+        time.sleep(0.02)
+    assert not missed, "its address refuses, and it is there"
+    for number, (giver, taker) in enumerate([(one, other), (other, one)]):
+        exchange(giver, taker, f"small/{number}")
+        exchange(giver, taker, f"large/{number}", 2**22 + 1)
+        ask_and_offer(giver, taker, f"late/{number}")
+
+
+def test_two_hidden_members_see_and_do_not_reach_each_other(world: World) -> None:
+    middle = world.add(0)
+    one, other = (world.add(slot, [middle], listens=False) for slot in (1, 2))
+    world.meet()
+    one.publish(step=7)
+    until(lambda: other.mesh.members()[one.me].get("step") == 7)
+    assert one.mesh.reaches(middle.me)
+    assert not one.mesh.reaches(other.me)
+    with pytest.raises(StalledError):
+        one.mesh.fetch(other.me, "piece")
+
+
+def test_statuses_follow_each_other_and_leaving_is_seen(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    hidden = world.add(2, [one], listens=False)
+    world.meet()
+    for step in range(20):
+        other.publish(step=step)
+        hidden.publish(step=step)
+    for member in (other.me, hidden.me):
+        until(lambda member=member: one.mesh.members()[member].get("step") == 19)  # type: ignore[misc]
+    hidden.close()
+    until(lambda: one.sees(other) and other.sees(one), 5)
+    assert one.mesh.known()[hidden.me]["phase"] == "left"
+    world.members.remove(hidden)
+
+
+def test_nobody_reads_memory_of_a_withdrawn_piece(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    for number in range(6):
+        content = bytearray(os.urandom(2**25))
+        original = bytes(content)
+        giver, taker = (one, other) if number % 2 else (other, one)
+        giver.mesh.offer("large", content, to=taker.me)
+        fetch = taker.mesh.begin(giver.me, "large", is_sent=True)
+        until(lambda giver=giver, taker=taker: giver.me in taker.mesh.moved)  # type: ignore[misc]
+        giver.mesh.withdraw("large")
+        content[:] = bytes(len(content))
+        with suppress(LostError):
+            assert taker.mesh.result(fetch, taker.mesh.clock() + 1.0) == original
+        taker.mesh.cancel(fetch)
+        taker.mesh.moved.clear()
+        exchange(giver, taker, f"next/{number}")
+
+
+def test_pieces_that_the_inbox_drops_are_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when several rounds of large vectors begin there before they begin here."""
+    monkeypatch.setattr(mesh, "_MOST_INBOX_BYTES", 2**18)
+    taker = world.add(0)
+    giver = world.add(1, [taker])  # acts: it was started later
+    world.meet()
+    contents = {f"piece/{number}": os.urandom(2**16) for number in range(12)}
+    for name, content in contents.items():
+        giver.mesh.offer(name, content, to=taker.me)
+    until(lambda: giver.me in taker.mesh.moved and not giver.carrier._sends)
+    patience = mesh.Patience(taker.mesh, giver.me)
+    found = taker.mesh.fetch_all(giver.me, contents, 4, patience, is_sent=True)
+    assert list(map(bytes, found)) == list(contents.values())
+
+
+@pytest.mark.parametrize("giver_acts", [True, False])
+def test_a_piece_offered_while_its_taker_is_away_comes_later(
+    giver_acts: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = world.add(0)
+    second = world.add(1, [first])
+    world.meet()
+    giver, taker = (second, first) if giver_acts else (first, second)
+    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
+    with monkeypatch.context() as away:
+        away.setattr(giver.carrier, "reaches", lambda member: False)
+        giver.mesh.offer("piece", b"content", to=taker.me)
+    assert taker.mesh.result(fetch, mesh.Patience(taker.mesh, giver.me)) == b"content"
+
+
+def test_a_piece_on_its_way_is_not_brought_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than its taker waits until it asks."""
+    monkeypatch.setattr(mesh, "EARLY_SECONDS", 0.0)
+    monkeypatch.setattr(https_server, "CHUNK_BYTES", 2**14)
+    taker = world.add(0)
+    giver = world.add(1, [taker])
+    world.meet()
+    real, sizes = https_server.send_chunk, list[int]()
+
+    async def slow(chunk: bytes, write: Any) -> None:
+        sizes.append(len(chunk))
+        await asyncio.sleep(0.1)
+        await real(chunk, write)
+
+    monkeypatch.setattr(https_server, "send_chunk", slow)
+    giver.mesh.offer("piece", bytes(2**19), to=taker.me)
+    until(lambda: sizes)
+    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
+    assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == bytes(2**19)
+    time.sleep(1.5)
+    assert sum(sizes) == 2**19
+
+
+# Members that end without a word
+
+
+@contextmanager
+def process(folder: Path, slot: int, seed: Someone, listens: bool = True, port: int = 0) -> Iterator[Any]:
+    """Run a member in a process of its own, until the block ends."""
+    arguments = map(str, [folder / "key", slot, seed.address, int(listens), port])
+    command = [sys.executable, "-m", "tests.parts.test_https_carrier", *arguments]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    try:
+        assert started.stdout is not None
+        name, _, address = started.stdout.readline().strip().partition(" ")
+        started.member, started.address = Member.parse(name), address  # type: ignore[attr-defined]
+        yield started
+    finally:
+        started.kill()
+        started.wait()
+        for pipe in (started.stdin, started.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _main(key: str, slot: str, seed: str, listens: str, port: str) -> None:
+    keys = Keys.read(Path(key))
+    someone = Someone(keys.identity(int(slot)), int(slot), [seed], bool(int(listens)), port=int(port))
+    sys.stdout.write(f"{someone.me} {someone.address}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+@pytest.fixture
+def folder(keys: Keys, tmp_path: Path) -> Path:
+    (tmp_path / "key").write_bytes(keys._path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_killed_member_is_absent_long_before_the_lease(
+    world: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that had links to it, and has left, does not keep it there."""
+    one = world.add(0)
+    other = world.add(1, [one])
+    leaves = world.add(3, [one])
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
+    with process(folder, 2, one, listens) as killed:
+        until(lambda: one.sees(other, leaves, killed.member) and other.sees(one, leaves, killed.member))
+        until(
+            lambda: all(killed.member in someone.carrier._links.peers[3].linked for someone in (one, other))
+        )
+        until(lambda: all(someone.carrier._links.peers[2].link for someone in (one, other)))
+        world.members.remove(leaves)
+        leaves.close()
+        killed.kill()
+        for someone in (one, other):
+            until(lambda someone=someone: killed.member not in someone.mesh.members())  # type: ignore[misc]
+        assert one.sees(other)
+        assert killed.member in one.mesh.known()
+
+
+def test_a_peer_killed_during_a_transfer_leaves_no_noise(
+    world: World, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = world.add(0)
+    with process(folder, 2, first) as killed:
+        one = world.add(1, [first])  # so it brings pieces
+        until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
+        for number in range(8):
+            one.mesh.offer(f"piece/{number}", bytes(2**25), to=killed.member)
+        until(lambda: killed.member in one.mesh.moved)
+        killed.kill()
+        until(lambda: one.sees(first))
+    one.mesh.withdraw("piece/")
+    until(lambda: not one.carrier._sends)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+    assert one.carrier.failure is None
+
+
+def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio writes a line of its own to stderr for each write to a connection that is lost."""
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    one.mesh.offer("large", bytes(2**25))
+    for path in (f"{one.me}/{rogue.me}/large", "status"):
+        for _ in range(3):
+            opened = rogue.connect(one)
+            opened.sendall(rogue.head("GET", path))
+            opened.recv(2**10)
+            opened.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # cut, with a reset
+            opened.close()
+            time.sleep(0.2)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_stopped_member_is_absent_after_the_lease_and_back(
+    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 6.0)
+    one = world.add(0)
+    other = world.add(1, [one])
+    with process(folder, 2, one) as stopped:
+        until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
+        stopped.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        assert stopped.member in one.mesh.members()
+        until(lambda: one.sees(other) and other.sees(one))
+        stopped.send_signal(signal.SIGCONT)
+        until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
+
+
+@contextmanager
+def replaced(folder: Path, one: Someone, slot: int) -> Iterator[Member]:
+    """Have a process of a slot answer where a process of slot 2 has ended; yield the earlier member."""
+    with process(folder, 2, one) as first:
+        until(lambda: one.sees(first.member))
+        port = int(first.address.rpartition(":")[2])
+    with process(folder, slot, one, port=port) as second:
+        until(lambda: one.sees(second.member))
+        yield first.member
+
+
+def test_a_restarted_member_replaces_the_earlier_process(world: World, folder: Path) -> None:
+    one = world.add(0)
+    with replaced(folder, one, 2) as first:
+        assert first not in one.mesh.known()
+        with pytest.raises(StalledError):
+            one.mesh.fetch(first, "piece", LONG)
+
+
+def test_another_slot_at_a_known_address_is_not_taken_for_it(world: World, folder: Path) -> None:
+    one = world.add(0)
+    with replaced(folder, one, 3) as first:
+        assert first not in one.mesh.members()
+
+
+def test_hidden_members_stay_known_while_statuses_change_quickly(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who sees whom is told in its turn, whatever else is told meanwhile."""
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(https_links, "PULSE_SECONDS", 0.5)
+    one = world.add(0)
+    hidden = [world.add(slot, [one], listens=False) for slot in (1, 2)]
+    world.meet()
+    for number in range(60):
+        one.publish(number=number)
+        time.sleep(0.1)
+        assert hidden[0].sees(one, hidden[1])
+
+
+def test_an_absent_member_has_no_wishes(world: World, folder: Path) -> None:
+    """Nor is a piece brought to it for ever."""
+    one = world.add(0)
+    with process(folder, 2, one) as other:
+        until(lambda: one.sees(other.member) and one.carrier._links.peers[2].link)
+        link = one.carrier._links.peers[2].link
+        one.carrier._soon(one.carrier._take_wishes, link, {"1": "a", "2": "b"})
+        until(lambda: len(one.mesh.offers.takers("")) == 2)
+        one.mesh.offer("a", b"")
+    until(lambda: other.member not in one.mesh.members())
+    until(lambda: not one.mesh.offers.takers(""))
+    tasks = one.carrier._tasks
+    until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
+
+
+def test_a_suspended_process_loses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 5.0)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    missed = list[int]()
+    one.carrier._soon(time.sleep, 7)
+    end = time.monotonic() + 9
+    while time.monotonic() < end:
+        missed += [1] * (other.me not in one.mesh.members())
+        time.sleep(0.02)
+    assert not missed
+
+
+def test_after_30_restarts_of_a_peer_nothing_is_left(world: World) -> None:
+    def counts() -> tuple[int, int, int]:
+        tasks = sum(not task.done() for task in one.carrier._tasks)
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), tasks
+
+    one = world.add(0)
+    before: tuple[int, int, int] | None = None
+    for number in range(30):
+        peer = world.add(1, [one], listens=number % 3 > 0)
+        until(lambda peer=peer: one.sees(peer) and peer.sees(one))  # type: ignore[misc]
+        exchange(one, peer, "piece", 2**17)
+        exchange(peer, one, "piece", 2**17)
+        if number % 5:
+            peer.close()
+        else:
+            peer.mesh.close()  # without a word
+        world.members.remove(peer)
+        until(lambda: one.sees())
+        if before is None:
+            before = counts()
+    until(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
+    assert len(one.mesh.known()) == 2
+
+
+def test_a_forked_child_holds_no_socket_of_the_federation(world: World) -> None:
+    one = world.add(0)
+    world.add(1, [one])
+    world.meet()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = [
+            os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)
+        ]
+        inet = {line.split()[9] for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]}
+        os.write(write, json.dumps([name for name in found if name[8:-1] in inet]).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        assert answer.read() == "[]"
+    os.waitpid(child, 0)
+    exchange(one, world.members[1], "piece")
+
+
+def _is_open(name: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{name}")
+
+
+# Others
+
+
+def test_jobs_of_other_runs_say_in_what_they_differ(world: World) -> None:
+    one = world.add(0, digests={"model.layers": "1", "seed": "2"})
+    other = world.add(5, [one], run=RUN + 1, digests={"model.layers": "3", "seed": "2"})
+    until(lambda: one.lines and other.lines)
+    assert one.lines == ["refused: replica 5 differs from replica 0 in model.layers"]
+    assert other.lines == ["refused: replica 0 differs from replica 5 in model.layers"]
+    assert one.sees()
+    assert other.sees()
+
+
+def test_a_process_without_the_key_is_refused_with_a_line(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.https_client.PATIENCE_SECONDS", 0.5)
+    one = world.add(0)
+    stranger = Someone(Keys.make(tmp_path / "other").identity(1), 1, [one.address])
+    host, port = one.address.split(":")
+    with socket.create_connection((host, int(port))) as plain:
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: one.lines)
+    assert one.lines == [
+        "refused a connection from 127.0.0.1: it shows no certificate of this federation, or is of "
+        "megatron_noloco 0.4 or earlier"
+    ]
+    try:
+        until(lambda: stranger.lines)
+        assert stranger.lines == [
+            f"federation.rendezvous: the process at {one.address} has another key, or is of megatron_noloco 0.4 "
+            "or earlier; does a job listen there, and is the port open?"
+        ]
+        assert one.sees()
+    finally:
+        stranger.close()
+
+
+def test_why_nobody_answers_is_said_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.https_client.PATIENCE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        seed = f"127.0.0.1:{closed.getsockname()[1]}"
+    alone = Someone(world.identity(0), 0, [seed, "no-such-host.invalid:1"])
+    try:
+        until(lambda: any(seed in line and "its name is unknown" in line for line in alone.lines))
+        assert any(f"nobody answers at {seed}: Connection refused" in line for line in alone.lines)
+        assert len(alone.lines) == len(set(alone.lines))
+    finally:
+        alone.close()
+
+
+def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
+    one = world.add(0)
+    host, port = one.address.split(":")
+    strangers = []
+    try:
+        for _ in range(2000):
+            strangers.append(socket.create_connection((host, int(port))))
+        newcomer = world.add(1, [one])
+        until(lambda: one.sees(newcomer) and newcomer.sees(one))
+        until(lambda: len(one.carrier._server.connections) < 300)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    exchange(one, newcomer, "piece")
+
+
+def test_a_hidden_member_dials_again_after_failures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.add(0)
+    hidden = world.add(1, [one], listens=False)
+    world.meet()
+    hold, failures = HttpsCarrier._hold, [TimeoutError(), ConnectionRefusedError(), ConnectionResetError()]
+
+    async def fails(carrier: HttpsCarrier, *arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        await hold(carrier, *arguments)
+
+    monkeypatch.setattr(HttpsCarrier, "_hold", fails)
+    link = hidden.carrier._links.peers[0].link
+    assert link is not None
+    hidden.carrier._soon(link.end)
+    until(lambda: not failures)
+    world.meet()
+    exchange(one, hidden, "piece")
+    exchange(hidden, one, "piece")
+
+
+def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
+    async def body() -> None:
+        text = json.dumps({"addresses": ["127.0.0.1:1"]})
+        peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
+        assert peer.is_due()
+        peer.dialling = asyncio.create_task(asyncio.sleep(0))
+        assert not peer.is_due()
+        peer.dialling.cancel()
+        await asyncio.wait([peer.dialling])
+        assert peer.is_due()
+
+    asyncio.run(body())
+
+
+# Members that misbehave
+
+
+class Rogue:
+    """A member of the federation that speaks HTTP by hand."""
+
+    def __init__(self, world: World, slot: int) -> None:
+        self.identity, self.me = world.identity(slot), Member(slot, time.time_ns())
+        self.statuses = Statuses(RUN, self.me, self.identity)
+
+    def connect(self, victim: Someone) -> socket.socket:
+        host, port = victim.address.split(":")
+        opened = socket.create_connection((host, int(port)), 10)
+        return self.identity.client.wrap_socket(opened, server_hostname=host_name(victim.me.slot))
+
+    def request(self, victim: Someone, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
+        """Return the first line of the answer."""
+        opened = self.connect(victim)
+        with opened:
+            opened.sendall(self.head(method, path, **{"Content_Length": str(len(body))} | headers))
+            with suppress(OSError):
+                opened.sendall(body)
+            with suppress(OSError):
+                return opened.recv(2**12).partition(b"\r\n")[0]
+        return b""
+
+    def head(self, method: str, path: str, **headers: str) -> bytes:
+        named = {"Host": "x", "Noloco-Member": str(self.me)} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        lines = [f"{name}: {value}" for name, value in named.items()]
+        return "\r\n".join([f"{method} /run/{RUN:016x}/{path} HTTP/1.1", *lines, "", ""]).encode()
+
+    @contextmanager
+    def link(self, victim: Someone, **status: Any) -> Iterator[tuple[socket.socket, Any]]:
+        """Open a link; yield what to write to, and what to read from, of which the head was read."""
+        self.statuses.sign(status)
+        assert self.statuses.own is not None
+        with self.connect(victim) as opened, opened.makefile("rb") as reads:
+            opened.sendall(self.head("PUT", "link", Transfer_Encoding="chunked"))
+            self.write(opened, self.statuses.own.line)
+            self.answer = reads.readline()
+            yield opened, reads
+
+    def write(self, opened: socket.socket, text: bytes) -> None:
+        opened.sendall(b"%x\r\n%s\n\r\n" % (len(text) + 1, text))
+
+    def introduce(self, victim: Someone, **status: Any) -> bytes:
+        """Open a link for a moment; return the first line of the answer."""
+        with self.link(victim, **status):
+            return self.answer
+
+
+def test_large_statuses_and_pieces_are_refused_unread(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    with rogue.connect(one) as opened, suppress(OSError):
+        opened.sendall(rogue.head("PUT", "link", Transfer_Encoding="chunked"))
+        for _ in range(100):
+            rogue.write(opened, bytes(10**5))
+        assert not opened.recv(2**12)
+    assert b"200" in rogue.introduce(one)
+    piece = f"{rogue.me}/{one.me}/name"
+    assert b"413" in rogue.request(one, "PUT", piece, Content_Length=str(2**26 + 1))
+    assert b"200" in rogue.request(one, "PUT", piece, b"content")
+    assert one.mesh.fetch(rogue.me, "name") == b"content"
+
+
+def test_a_member_speaks_for_itself_only(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    rogue = Rogue(world, 3)
+    assert b"403" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")  # it has no status yet
+    rogue.introduce(one)
+    assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
+    assert b"403" in rogue.request(one, "GET", f"{one.me}/{other.me}/name")
+    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{Member(0, 1)}/name", b"a")
+    assert b"410" in rogue.request(one, "GET", f"{Member(0, 1)}/{rogue.me}/name")
+    rogue.introduce(one, phase="left")
+    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
+    later = Rogue(world, 3)
+    later.introduce(one)
+    assert b"410" in rogue.introduce(one)
+    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
+    assert b"410" in rogue.request(one, "GET", f"{one.me}/{rogue.me}/name")
+    rogue.me = other.me
+    assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
+    assert b"403" in rogue.introduce(one)
+    liar = Rogue(world, 4)
+    liar.statuses = later.statuses
+    assert b"400" in liar.introduce(one)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"linked": {"x": True}},
+        {"linked": {f"0.{10**400}": True}},
+        {"known": {"x": [1, 1]}},
+        {"known": {"1": 7}},
+        {"known": {"1": [[], None]}},
+    ],
+)
+def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    rogue = Rogue(world, 3)
+    with rogue.link(one) as (opened, reads):
+        until(lambda: rogue.me in one.mesh.members())
+        rogue.write(opened, json.dumps(line).encode())
+        while reads.readline():
+            pass
+    until(lambda: one.sees(other))
+    assert other.sees(one)
+
+
+def test_requests_of_http_1_0_are_refused(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    with rogue.connect(one) as opened:
+        opened.sendall(rogue.head("GET", "status").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert b"505" in opened.recv(100)
+
+
+def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    monkeypatch.setattr(Answers, "_give", AsyncMock(side_effect=ZeroDivisionError))
+    with pytest.raises(StalledError):
+        other.mesh.fetch(one.me, "piece", 2.0)
+    (line,) = one.lines
+    assert line.startswith("a request could not be answered: ZeroDivisionError")
+    one.carrier.faults.clear()
+    assert one.sees(other)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "", "x" * 161, 7])
+def test_names_of_pieces_are_printable(name: Any) -> None:
+    assert not is_name(name)
+
+
+def test_who_was_a_member_is_none_when_its_certificate_has_ended(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    until(lambda: rogue.me in one.mesh.known())
+    peer = one.carrier._links.peers[3]
+    assert one.carrier._links.is_there(peer)
+    peer.ends = time.time() - 1
+    assert not one.carrier._links.is_there(peer)
+
+
+def test_garbage_ends_one_connection_only(world: World) -> None:
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    for garbage in (
+        b"\0" * 100,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PUT " + b"x" * 2**16,
+        rogue.head("POST", "status"),
+    ):
+        with rogue.connect(one) as opened, suppress(OSError):
+            opened.sendall(garbage)
+            opened.recv(2**10)
+    for path in ("a", "a/b/c", "status/x"):
+        assert rogue.request(one, "GET", path)[9:12] in (b"400", b"403", b"404")
+    peer = world.add(1, [one])
+    world.meet()
+    exchange(one, peer, "piece")
+    exchange(peer, one, "piece")
+
+
+def test_floods_of_wishes_and_connections_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(https_server, "_MOST_OF_A_SLOT", 40)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    opened = [rogue.connect(one) for _ in range(80)]
+    for number, connection in enumerate(opened):
+        with suppress(OSError):
+            for wish in range(20):
+                connection.sendall(rogue.head("GET", f"{one.me}/{rogue.me}/name/{number}/{wish}"))
+    time.sleep(0.5)
+    assert sum(connection.slot == 3 for connection in one.carrier._server.connections) <= 40
+    assert len(one.mesh.offers.takers("")) <= 40
+    exchange(one, other, "piece")
+    exchange(other, one, "piece")
+    for connection in opened:
+        connection.close()
+
+
+def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(https_server, "PATIENCE_SECONDS", 1.0)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    rogue = Rogue(world, 3)
+    rogue.introduce(one)
+    one.mesh.offer("large", bytes(2**25))
+    opened = [rogue.connect(one) for _ in range(8)]
+    for connection in opened:
+        connection.sendall(rogue.head("GET", f"{one.me}/{rogue.me}/large"))
+    assert other.mesh.fetch(one.me, "large", LONG) == bytes(2**25)
+    until(lambda: not any(connection.slot == 3 for connection in one.carrier._server.connections))
+    for connection in opened:
+        connection.close()
+
+
+# Visitors
+
+
+def test_a_visitor_reads_statuses(world: World) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    statuses, present = visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
+    assert {*statuses} == present == {one.me, other.me}
+    with pytest.raises(ValueError, match=f"nobody answers at {nobody}: Connection refused"):
+        visit(world.identity(MOST_SLOTS), RUN, [nobody])
+    with pytest.raises(ValueError, match="is of another run"):
+        visit(world.identity(MOST_SLOTS), RUN + 1, [one.address])
+    assert one.sees(other)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
