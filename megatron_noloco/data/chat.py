@@ -7,6 +7,7 @@ from contextlib import suppress
 from datetime import date
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,7 +150,9 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
         raise UserError(
             'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
         )
-    answers = [_answer(messages, place, partial(template.render, tools=tools)) for place in places]
+    render = partial(template.render, tools=tools)
+    answers = _by_turns(messages, places, render)
+    answers = answers or [_answer(messages, place, render) for place in places]
     before = _without_spaces(answers[-1].before)
     for place, message in enumerate(messages[: places[-1]]):
         if message["role"] != "assistant":
@@ -243,6 +246,25 @@ def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answe
             "the message itself, so generation would read other text; use a template with the same words in both"
         )
     return Answer(before, through[len(before) :])
+
+
+def _by_turns(messages: Messages, places: list[int], render: Callable[..., str]) -> list[Answer] | None:
+    """Return the answers where the template writes each turn alike wherever it stands; else None.
+
+    A turn is rendered after the one before it only, so the work grows with the messages, not with their square.
+    """
+    with suppress(UserError):  # of a turn without those before it
+        answers = [_answer(messages, places[0], render)]
+        for earlier, place in pairwise(places):
+            start = next(n for n in range(earlier, -1, -1) if n == 0 or messages[n]["role"] == "user")
+            known = render(messages[start : earlier + 1])
+            before, text = _answer(messages[start:], place - start, render)
+            if not before.startswith(known):
+                return None
+            answers.append(Answer("".join(answers[-1]) + before[len(known) :], text))
+        if "".join(answers[-1]) == render(messages[: places[-1] + 1]):
+            return answers
+    return None
 
 
 def _check_written(place: int, message: dict[str, Any], written: str) -> None:

@@ -73,6 +73,7 @@ def test_published_templates_train_or_say_why_not(tmp_path: Path) -> None:
     "file", [file for file in PUBLISHED if file.stem != "deepseek-r1"], ids=lambda file: file.stem
 )
 def test_each_answer_follows_what_generation_reads(file: Path, tmp_path: Path) -> None:
+    """Though turns are rendered apart where a template writes them alike wherever they stand."""
     template = template_of(tmp_path, file.read_text())
     messages = [{**message, "content": f"{message['content']} {n}"} for n in range(4) for message in TURNS]
     answers, _ = answers_of(messages, None, template)
@@ -80,6 +81,19 @@ def test_each_answer_follows_what_generation_reads(file: Path, tmp_path: Path) -
     for place, answer in zip(range(1, len(messages), 2), answers, strict=True):
         assert answer.before == template.render(messages[:place], add_generation_prompt=True)
         assert "".join(answer) == template.render(messages[: place + 1])
+
+
+def test_rendering_grows_with_the_messages(tmp_path: Path) -> None:
+    """Not with their square."""
+    template, rendered = template_of(tmp_path, TEMPLATE), list[int]()
+    render = template.render
+    template.render = lambda messages, *rest, **options: (  # type: ignore[method-assign]
+        rendered.append(len(messages)) or render(messages, *rest, **options)
+    )
+    for turns in (8, 64):
+        rendered.clear()
+        answers_of(TURNS * (turns // 2), None, template)
+        assert sum(rendered) < 8 * 2 * turns
 
 
 def test_turns_of_qwen3_are_learnt_as_generation_reads_them(tmp_path: Path) -> None:
