@@ -7,9 +7,9 @@ To add a family:
 2. Add it to FAMILIES. All else follows from the table: initial weights, slices, counts, decay, Muon's matrices,
    the mean model, export and import. Only a norm that adds 1 to its weights or scaled embeddings need changes in
    `model/layers.py` or `model/stage.py`, and layers that keep other activations in `preflight/memory.py`.
-3. Add it to `FAMILY_MODELS` (tests/kit/tiny.py), `THEIRS` (test_transformers.py), `MODELS` and `NOT_READ`
-   (test_huggingface.py), with biases to `OF_FAMILY` (test_parameter_groups.py), and to
-   docs/families.md.
+3. Add it to `FAMILY_MODELS` (tests/kit/tiny.py), `THEIRS` (test_transformers.py), `MODELS` (hf_folders.py),
+   `NOT_READ` (test_huggingface.py), with biases to `OF_FAMILY` (test_parameter_groups.py),
+   and to docs/families.md.
 
 Torch is not imported here, since that would slow down `config --check`.
 """
