@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.harness import REPOSITORY, network_lab, until
+from tests.harness import REPOSITORY, network_lab
 from tests.netlab.lab import Lab
 from tests.netlab.network import Link
 from tests.unit.test_tokenizers import write_tokenizer
@@ -100,6 +100,12 @@ class Machine:
     def cut(self) -> None:
         """Lose all packets from now on."""
         self._there.cut(self.name)
+
+    def until_log(self, pattern: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not re.search(pattern, text := self.log.read_text()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.2)
 
     @property
     def log(self) -> Path:
@@ -188,7 +194,7 @@ def follow(
     _, start, invite, join, export = (commands[0] for commands, _ in FIVE)
     with ExitStack() as stack:
         jobs = [stack.enter_context(first.runs(start))]
-        until(lambda: re.search(alone, first.log.read_text()))
+        first.until_log(alone)
         for slot, machine in enumerate(others, 1):
             printed.append(first.run(invite, is_early="no job answers"))
             name = f"invitation-{slot}.noloco"
