@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from megatron_noloco.monitor.metrics import Metrics
@@ -75,21 +74,3 @@ def write(run: Path, replica: str, *rows: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    evaluation = {
-        "kind": "evaluation", "step": 4, "validation/loss": 2.5, "validation/mean_model_loss": 2.4
-    }  # fmt: skip
-    write(
-        tmp_path,
-        "00",
-        step(2, **meeting(0, 1), **{"total/sent_bytes": 100, "train/skipped_steps": 2}),
-        step(4, **meeting(1), **{"total/sent_bytes": 100, "train/skipped_steps": 1}),
-        evaluation,
-        {"kind": "checkpoint", "step": 4},
-    )
-    write(tmp_path, "01", step(2, **meeting(0, 0)), {"kind": "checkpoint", "step": 2})
-    (tmp_path / "run.json").write_text(json.dumps({"steps": 10, "synchronous_bytes_per_step": 400}))
-    return tmp_path

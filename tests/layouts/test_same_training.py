@@ -4,9 +4,7 @@ A feature that a layout or another feature could break gets a row. The parts of 
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +28,6 @@ from tests.kit.tiny import (
 )
 
 STEPS = 5
-ONE = "one rank"
 
 
 def recompute(granularity: str, **settings: Any) -> dict[str, Any]:
@@ -66,7 +63,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     **{name: {"model": model} for name, model in FAMILY_MODELS.items()},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    ONE: sizes(),
+    "one rank": sizes(),
     "TP2": sizes(tp=2),
     "TP2, sequence": sizes(tp=2, sequence_parallel=True),
     "PP2": sizes(pp=2),
@@ -135,9 +132,9 @@ ROWS = [
     Row("Muon + ZeRO 2", "DP2", "Muon", losses=FEW),
     Row("Muon + one layer", "DP4", losses=FEW),
     Row("Muon + tied", "PP2", losses=FEW),
-    Row("Muon + standard Newton-Schulz", ONE, "Muon", losses=0.05),
+    Row("Muon + standard Newton-Schulz", "one rank", "Muon", losses=0.05),
     # Half precision: DeepSpeed has an optimizer for each way to add up gradients
-    Row("bf16", ONE, "AdamW", losses=COARSE),
+    Row("bf16", "one rank", "AdamW", losses=COARSE),
     Row("bf16", "DP2 x PP2", losses=COARSE),
     Row("bf16", "TP2, sequence", losses=COARSE),
     Row("bf16", "TP2 x PP2, sequence", losses=COARSE, slow=True),
@@ -147,11 +144,11 @@ ROWS = [
     Row("Muon + bf16", "TP2 x PP2, sequence", "Muon", losses=0.05, slow=True),
     Row("Muon + bf16", "DP2 x PP2", "Muon", losses=0.05, slow=True),
     Row("Muon + bf16 + sums in bf16", "DP2 x PP2", "Muon", losses=0.05, slow=True),
-    Row("fp16", ONE, "AdamW", losses=COARSE),
-    Row("Muon + fp16", ONE, "Muon", losses=0.05),
+    Row("fp16", "one rank", "AdamW", losses=COARSE),
+    Row("Muon + fp16", "one rank", "Muon", losses=0.05),
     # Recomputed activations change nothing, and draw the same dropout again
-    *(Row(how, ONE, "AdamW", losses=0) for how in ("full", "full by block", "selective", "some modules")),
-    Row("dropout + full", ONE, "dropout", losses=0),
+    *(Row(how, "one rank", "AdamW", losses=0) for how in ("full", "full by block", "selective", "some modules")),
+    Row("dropout + full", "one rank", "dropout", losses=0),
 ]  # fmt: skip
 # What would compare nothing if it were off, and what it is added to
 CHANGES = {
@@ -164,59 +161,20 @@ CHANGES = {
 NO_FP16 = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def config(features: str, layout: str) -> dict[str, Any]:
+def config(features: str, parallel: dict[str, Any]) -> dict[str, Any]:
     """A config file's content; every data-parallel size has the same batch."""
-    parallel = LAYOUTS[layout]
-    changes = {
-        "parallel": parallel,
-        "gradient_accumulation_steps": 4 // parallel.get("data_parallel_size", 1),
-    }
-    return tiny_with(*(FEATURES[name] for name in features.split(" + ")), changes)
+    layout = {"parallel": parallel, "gradient_accumulation_steps": 4 // parallel.get("data_parallel_size", 1)}
+    return tiny_with(*(FEATURES[name] for name in features.split(" + ")), layout)
 
 
 def table(raw: dict[str, Any]) -> Table:
     return table_of(RunConfig(**raw).architecture(VOCABULARY))
 
 
-Run = tuple[str, str]  # features, layout
-Trained = Callable[[str, str], list[dict[str, Any]]]
-
-
-def runs_of(item: pytest.Item) -> set[Run]:
-    """What a test of this file compares."""
-    given = getattr(item, "callspec", SimpleNamespace(params={})).params
-    if isinstance(row := given.get("row"), Row):
-        return {(row.features, row.layout), (row.like or row.features, ONE)}
-    return (
-        {(name, ONE) for name in (given["features"], CHANGES[given["features"]])}
-        if "features" in given
-        else set()
-    )
-
-
-def topology_of(run: Run) -> Topology:
-    block = RunConfig(**config(*run)).parallel
-    ranks = block.pipeline_model_parallel_size * block.data_parallel_size * block.tensor_model_parallel_size
-    return RunConfig(**config(*run)).topology(ranks)
-
-
-def train_all(rank: int, world_size: int, raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(rank, world_size, raw, STEPS) for raw in raws]
-
-
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest) -> Trained:
-    """Give what the ranks of a run have seen; equally many ranks are started once for all selected tests."""
-    here = [item for item in request.session.items if item.path == request.path]
-    wanted = sorted({run for item in here for run in runs_of(item) if not (NO_FP16 and "fp16" in run[0])})
-
-    @cache
-    def of_all(ranks: int) -> dict[Run, tuple[dict[str, Any], ...]]:
-        runs = [run for run in wanted if topology_of(run).world_size == ranks]
-        found = run_ranks(ranks, train_all, [config(*run) for run in runs], timeout=600)
-        return dict(zip(runs, zip(*found, strict=True), strict=True))
-
-    return lambda features, layout: list(of_all(topology_of((features, layout)).world_size)[features, layout])
+@cache
+def on_one_rank(features: str) -> dict[str, Any]:
+    (found,) = run_ranks(1, train, config(features, {}), STEPS)
+    return found
 
 
 def losses(ranks: list[dict[str, Any]]) -> Tensor:
@@ -282,11 +240,14 @@ def assert_divided(found: list[dict[str, Any]], rows: Table, topology: Topology)
         for row in ROWS
     ],
 )
-def test_a_feature_trains_alike_on_a_layout(row: Row, trained: Trained) -> None:
+def test_a_feature_trains_alike_on_a_layout(row: Row) -> None:
     if NO_FP16 and "fp16" in row.features:
         pytest.skip("this CPU has no fp16 arithmetic")
-    raw, topology = config(row.features, row.layout), topology_of((row.features, row.layout))
-    found, (whole,) = trained(row.features, row.layout), trained(row.like or row.features, ONE)
+    raw, whole = config(row.features, LAYOUTS[row.layout]), on_one_rank(row.like or row.features)
+    block = RunConfig(**raw).parallel
+    ranks = block.pipeline_model_parallel_size * block.data_parallel_size * block.tensor_model_parallel_size
+    topology = RunConfig(**raw).topology(ranks)
+    found = run_ranks(ranks, train, raw, STEPS)
     expected = losses([whole])
     assert expected[-1] < expected[0] - 0.3, "a run that does not learn compares nothing"
     torch.testing.assert_close(losses(found), expected, rtol=0, atol=row.losses)
@@ -300,7 +261,7 @@ def test_a_feature_trains_alike_on_a_layout(row: Row, trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("features", CHANGES)
-def test_a_feature_changes_the_training(features: str, trained: Trained) -> None:
-    found, plain = trained(features, ONE), trained(CHANGES[features], ONE)
-    norms = grad_norms(found) / grad_norms(plain) - 1
-    assert max((losses(found) - losses(plain)).abs().max(), norms.abs().max()) > 1e-4
+def test_a_feature_changes_the_training(features: str) -> None:
+    found, plain = on_one_rank(features), on_one_rank(CHANGES[features])
+    norms = grad_norms([found]) / grad_norms([plain]) - 1
+    assert max((losses([found]) - losses([plain])).abs().max(), norms.abs().max()) > 1e-4

@@ -37,7 +37,7 @@ from tests.kit.golden import check
 from tests.kit.ranks import call_here, refusal_of
 from tests.kit.tokenizers import make_tokenizer
 
-BASE = FILES.parents[2] / "configs" / "quickstart.json"
+BASE = FILES.parents[1] / "configs" / "quickstart.json"
 
 # Arguments of the command, without --output.
 COMMANDS = [

@@ -30,6 +30,24 @@ from tests.kit.rows import meeting, step, write
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    evaluation = {
+        "kind": "evaluation", "step": 4, "validation/loss": 2.5, "validation/mean_model_loss": 2.4
+    }  # fmt: skip
+    write(
+        tmp_path,
+        "00",
+        step(2, **meeting(0, 1), **{"total/sent_bytes": 100, "train/skipped_steps": 2}),
+        step(4, **meeting(1), **{"total/sent_bytes": 100, "train/skipped_steps": 1}),
+        evaluation,
+        {"kind": "checkpoint", "step": 4},
+    )
+    write(tmp_path, "01", step(2, **meeting(0, 0)), {"kind": "checkpoint", "step": 2})
+    (tmp_path / "run.json").write_text(json.dumps({"steps": 10, "synchronous_bytes_per_step": 400}))
+    return tmp_path
+
+
 def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     path = write(tmp_path, "03", step(1))
     log = ReplicaLog(path.parent)
