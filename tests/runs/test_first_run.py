@@ -20,7 +20,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.preflight.invitation import invitation_in
-from tests.kit.ranks import REPOSITORY, network_lab, until
+from tests.kit.ranks import REPOSITORY, network_lab
 from tests.kit.tokenizers import write_tokenizer
 from tests.netlab.lab import Lab
 from tests.netlab.network import Link
@@ -101,6 +101,12 @@ class Machine:
     def cut(self) -> None:
         """Lose all packets from now on."""
         self._there.cut(self.name)
+
+    def until_log(self, pattern: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not re.search(pattern, text := self.log.read_text()):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.2)
 
     @property
     def log(self) -> Path:
@@ -189,7 +195,7 @@ def follow(
     _, start, invite, join, export = (commands[0] for commands, _ in FIVE)
     with ExitStack() as stack:
         jobs = [stack.enter_context(first.runs(start))]
-        until(lambda: re.search(alone, first.log.read_text()))
+        first.until_log(alone)
         for slot, machine in enumerate(others, 1):
             printed.append(first.run(invite, is_early="no job answers"))
             name = f"invitation-{slot}.noloco"
