@@ -174,6 +174,26 @@ def test_a_member_that_advertises_a_wrong_address_acts(world: World, slot: int) 
         ask_and_offer(giver, taker, f"late/{number}")
 
 
+def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:
+    """Routers forget a connection that is idle for longer; a round over it would then hang."""
+    first = world.add(0)
+    second = world.add(1, [first], listens=False)
+    world.meet()
+    first.mesh.offer("round/1", b"piece", second.me)
+    assert bytes(second.mesh.fetch(first.me, "round/1", LONG)) == b"piece"
+    opened = [one for one in https_server._sockets if _is_connected(one)]
+    assert len(opened) >= 4, "a link and a piece, both ends"
+    for one in opened:
+        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350
+
+
+def _is_connected(opened: socket.socket) -> bool:
+    with suppress(OSError):
+        return bool(opened.getpeername())
+    return False
+
+
 def test_two_hidden_members_see_and_do_not_reach_each_other(world: World) -> None:
     middle = world.add(0)
     one, other = (world.add(slot, [middle], listens=False) for slot in (1, 2))
