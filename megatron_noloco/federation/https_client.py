@@ -111,14 +111,13 @@ class Client:
                 yield line
 
     async def piece(
-        self,
-        address: str,
-        slot: int,
-        path: str,
-        is_large: bool = False,
-        note: Callable[[], object] = lambda: None,
+        self, address: str, slot: int, path: str, is_large: bool, note: Callable[[], object]
     ) -> memoryview | str | None:
-        """Return a piece, or why it never comes; None: it is not offered yet."""
+        """Return a piece, or why it never comes; None: it is not offered yet.
+
+        Args:
+            note: is called with each chunk that comes.
+        """
         async with self.request("GET", address, slot, path, "fetch" + " large" * is_large) as answer:
             if answer.status == 204:
                 return None

@@ -47,9 +47,8 @@ _OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_C
 _HYDRA = _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # MPICH and Intel MPI
 _SLURM = _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAST_PORT = 65535
-STARTS_AGAIN = (
-    "NOLOCO_STARTS_AGAIN"  # the variable in which `join` gives a job the command that starts it again
-)
+# The variable in which `join` gives a job the command that starts it again
+STARTS_AGAIN = "NOLOCO_STARTS_AGAIN"
 # Launcher, its variables, and those whose presence identifies it. Launchers nest (srun starts mpirun's daemons,
 # mpirun may start torchrun), so the order is from the innermost to the outermost.
 _LAUNCHERS: tuple[tuple[Launcher, _Names, tuple[str, ...]], ...] = (

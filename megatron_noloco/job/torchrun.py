@@ -39,9 +39,8 @@ def run(arguments: list[str]) -> int:
     try:
         with ThreadPoolExecutor(1) as other_thread:
             running = other_thread.submit(main, arguments)
-            while (
-                not running.done()
-            ):  # some signals do not wake a thread that waits for ever, and are lost till then
+            # A signal may not wake a thread that waits without a limit: it would be handled at the end only.
+            while not running.done():
                 wait([running], _LOOK_SECONDS)
             running.result()
     except ChildFailedError as error:
