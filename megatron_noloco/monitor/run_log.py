@@ -180,11 +180,14 @@ class RunLog:
         for log in self.replicas:
             log.update()
 
-    def step_of(self, log: ReplicaLog) -> int:
-        """Return the local steps of a replica. Its last rows may not have come: those of others name the end."""
-        rows = [other.newest("step") for other in self.replicas]
-        ends = (row["step"] for row in rows if int(log.replica) in row.get(ONE_MODEL, []))
-        return max([log.newest("step").get("step", 0), *ends])
+    def steps(self) -> dict[str, int]:
+        """Return the local steps of each replica; rows of others name the end, where its own did not come."""
+        rows = {log.replica: log.newest("step") for log in self.replicas}
+        found = {replica: row.get("step", 0) for replica, row in rows.items()}
+        for row in rows.values():
+            for replica in found.keys() & {f"{slot:02d}" for slot in row.get(ONE_MODEL, [])}:
+                found[replica] = max(found[replica], row["step"])
+        return found
 
     @property
     def separate_jobs(self) -> bool:

@@ -36,7 +36,8 @@ def run_table(run: RunLog, now: float | None = None, lines: int | None = None) -
         below.insert(0, f"replicas {replicas[0].replica} to {replicas[-1].replica} of {len(run.replicas)}")
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ["replica", "step", *(number.column for number in TABLE.values() if number.column), "age"]
-    columns = zip(headings, *(_cells(run, log, now) for log in replicas), strict=True)
+    steps = run.steps()
+    columns = zip(headings, *(_cells(log, steps[log.replica], now) for log in replicas), strict=True)
     shown = [column for column in columns if any(column[1:])]
     for heading, *_ in shown:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -58,10 +59,10 @@ def _fitting(notes: Sequence[str], lines: int | None) -> Sequence[str]:
     )
 
 
-def _cells(run: RunLog, log: ReplicaLog, now: float) -> list[str]:
+def _cells(log: ReplicaLog, steps: int, now: float) -> list[str]:
     round_ = {name: value for name, value in log.counts.latest.items() if name.startswith("round/")}
     newest = {**round_, **log.newest("evaluation"), **log.newest("step")}
-    step = str(run.step_of(log) or "")
+    step = str(steps or "")
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [
         log.replica,
@@ -91,7 +92,8 @@ def _quiet_seconds(run: RunLog) -> float:
 
 def _progress(run: RunLog, now: float) -> str:
     there = [log for log in _there(run) if log.newest("step")]
-    steps, total = list(map(run.step_of, there)) or [0], run.facts.get("steps", 0)
+    of_all, total = run.steps(), run.facts.get("steps", 0)
+    steps = [of_all[log.replica] for log in there] or [0]
     done = min(steps)
     text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
     since = max(0.0, now - _written(run))
