@@ -85,8 +85,6 @@ class FederationPeers:
                 left_out = f"left out: {done + 1} to {step}"
                 lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
             return _left_out(done, step, lines)
-        if self._membership.members is not None:  # no replica waits for this one until it goes on
-            self._membership.members.go_on(-1, "behind")
         taken = self._recover(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, lines=lines)

@@ -81,8 +81,8 @@ class PeerStatus:
     """What a replica publishes of itself. Every field is checked before it is used.
 
     Attributes:
-        phase: "training"; "behind": it recovers a state, and has no rounds before; "ended": it waits for the mean
-            at the end; "left": it comes no more.
+        phase: "training"; "behind": it recovers a state, and begins no round before; "ended": it waits for the
+            mean at the end; "left": it comes no more.
         begun: the latest round that it has begun; -1: none.
         partners: the partner in each of the last rounds, by number of the round.
         under_way: the rounds that are under way.
@@ -119,8 +119,9 @@ class PeerStatus:
         return min(under_way, default=self.begun + 1)
 
     def is_without(self, slot: int, number: int) -> bool:
-        """Return whether this replica has begun a round, or a later round, and has no part in it with another."""
-        return self.begun >= number and self.partners.get(str(number)) != slot
+        """Return whether this replica has no part in a round with another, and will have none."""
+        is_past = self.begun >= number or self.phase != "training"
+        return is_past and self.partners.get(str(number)) != slot
 
 
 _STATUS = TypeAdapter(PeerStatus)

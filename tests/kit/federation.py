@@ -114,6 +114,7 @@ class Federation:
         for replica, processes in list(self._running.items()):
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
+                assert process.exitcode is not None, self._what_all_do()
                 assert process.exitcode == 0, f"replica {replica}: {process.exitcode}\n{self.log(replica)}"
             del self._running[replica]
 

@@ -20,7 +20,7 @@ from megatron_noloco.federation.states import NotTakenError, State
 from tests.kit.fleet import noise
 from tests.kit.layouts import MOST_RANKS, Layout, holdings_of, movements, scattered, size_of, two_layouts
 from tests.kit.memory_mesh import Message, World
-from tests.kit.worlds import members_of, pause, run_all
+from tests.kit.worlds import members_of, pause, replica_of, run_all, take_part
 
 LENGTH, BUCKET = 100, 20
 REST = bytes(range(200))
@@ -240,6 +240,23 @@ def test_a_state_that_cannot_be_copied_stops_no_training(capfd: pytest.CaptureFi
     assert found.lines == ["0 was not taken over: cannot give its state"]
     assert found.taken is not None
     assert "this rank's state cannot be given: MemoryError: no memory" in capfd.readouterr().err
+
+
+def test_giver_in_a_round_with_the_taker_goes_on() -> None:
+    """Else each waits for the other until the deadline of the round."""
+    world = World()
+    giver, taker = members_of(world, 0), members_of(world, 1)
+
+    def trains() -> str:
+        states_of(giver).trains_from(7)
+        round_ = take_part(replica_of(giver, deadline=600.0), torch.ones(LENGTH), 0)
+        gives(giver, Kept(), 7)
+        return round_.report.missed
+
+    missed, found = run_all(world, [(giver, trains), (taker, lambda: takes(taker))])
+    assert missed == "replica 1 has no part in this round"
+    assert found.taken is not None
+    assert found.ended < 60.0
 
 
 def test_a_stopping_job_takes_no_state() -> None:
