@@ -246,7 +246,7 @@ class States:
                 if left and (not asked or mesh.clock() >= more_at):
                     member, more_at = slots[left[0]], mesh.clock() + _ASK_SECONDS
                     asked[left[0]] = member, mesh.begin(member, _asked(mesh.me))
-                    if members.status.phase == "training":  # or a giver could wait in a round for this replica
+                    if members.status.phase == "training":  # or a giver could wait for this replica
                         members.go_on(-1, "behind")
                 if not asked:
                     return None
