@@ -36,7 +36,7 @@ from megatron_noloco.federation.https_answers import REFUSED, Answers, is_name
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
     Client,
-    OtherRunError,
+    RefusalError,
     Seeds,
     first_status,
     lines_of,
@@ -249,7 +249,7 @@ class HttpsCarrier(Carrier):
         link, addresses = Link(True, asyncio.current_task()), peer.addresses
         try:
             await self._hold(link, peer.slot, addresses[peer.tries % len(addresses)])
-        except OtherRunError as error:
+        except RefusalError as error:
             self.mesh.warn(str(error))
         except (ValueError, *CONNECTION_ERRORS) as error:
             has_ended = getattr(error, "errno", None) == errno.ECONNREFUSED

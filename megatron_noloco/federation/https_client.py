@@ -46,8 +46,8 @@ _LOOK_SECONDS, _SELDOM = 1.0, 10
 _MOST_NAMED = 3
 
 
-class OtherRunError(ConnectionError):
-    """The other side is a job of another run; the message is a line on in what it differs."""
+class RefusalError(ConnectionError):
+    """The other side refuses this one, as it is a job of another run, or its clock is wrong; the message is a line."""
 
 
 class OwnAddressError(ConnectionError):
@@ -135,9 +135,12 @@ class Client:
             content = dict[str, Any]()
             with suppress(ValueError):
                 content = object_in(await read_small(answer.content))
-            raise OtherRunError(
+            raise RefusalError(
                 difference(self._statuses, self._digests, str(content.get("member")), content.get("digests"))
             )
+        if answer.status == 400:
+            reason = (await read_small(answer.content)).decode(errors="replace")
+            raise RefusalError(f"{answer.url.authority} refuses this replica: {reason}")
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
 
@@ -183,7 +186,7 @@ class Seeds:
                     self._unanswered.pop(address, None)
                 except OwnAddressError:
                     return
-                except OtherRunError as error:
+                except RefusalError as error:
                     self._has_answers = True
                     self._links.mesh.warn(str(error))
                     await asyncio.sleep(RARE_SECONDS)

@@ -26,7 +26,7 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 from megatron_noloco.federation.statuses import Member as Member
-from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.statuses import ClockError, SignedStatus, Statuses
 from megatron_noloco.federation.statuses import Status as Status
 from megatron_noloco.files import outside
 
@@ -502,7 +502,12 @@ class Mesh:
 
     def take(self, signed: SignedStatus) -> bool:
         """Keep the status of another member if it is new; return whether it is. Raises ValueError."""
-        if is_new := self.statuses.take(signed):
+        try:
+            is_new = self.statuses.take(signed)
+        except ClockError as error:
+            self.warn(str(error))
+            raise
+        if is_new:
             self.wake()
         return is_new
 

@@ -538,6 +538,21 @@ def test_jobs_of_other_runs_say_in_what_they_differ(world: World) -> None:
     assert other.sees()
 
 
+def test_a_clock_that_is_days_ahead_is_named_on_both_sides(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.add(0)
+    later = time.time_ns() + 3 * 86_400 * 10**9
+    with monkeypatch.context() as clock:
+        clock.setattr("time.time_ns", lambda: later)
+        other = world.add(1, [one])
+    until(lambda: one.lines and other.lines)
+    line = "replica 1 was started more than a day after this machine's time, by its own clock; nothing is"
+    assert one.lines[0].startswith(line)
+    assert other.lines[0].startswith(f"{one.address} refuses this replica: {line}")
+    assert one.sees()
+
+
 def test_a_process_without_the_key_is_refused_with_a_line(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
