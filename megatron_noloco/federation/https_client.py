@@ -47,7 +47,7 @@ _MOST_NAMED = 3
 
 
 class RefusalError(ConnectionError):
-    """The other side refuses this one, as it is a job of another run, or its clock is wrong; the message is a line."""
+    """The other side refuses this one: it is a job of another run, or a clock is wrong. The message is a line."""
 
 
 class OwnAddressError(ConnectionError):

@@ -338,7 +338,7 @@ class Members:
                     f"the thread that exchanges with other replicas has failed: {carrier.failure!r}; started "
                     "again, this job continues from its newest checkpoint"
                 ) from carrier.failure
-        known = self.mesh.known()  # also a process that is gone by now: the others take this one for an earlier one
+        known = self.mesh.known()  # also who is gone by now: the others take this process for an earlier one
         if self.failure is None and any(other.slot == self.slot and other > self.mesh.me for other in known):
             self.failure = UserError(
                 f"another process of replica {self.slot} has begun, and the others exchange with it: does another "

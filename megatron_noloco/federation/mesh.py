@@ -25,8 +25,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
 
-from megatron_noloco.federation.statuses import Member as Member
 from megatron_noloco.federation.statuses import ClockError, SignedStatus, Statuses
+from megatron_noloco.federation.statuses import Member as Member
 from megatron_noloco.federation.statuses import Status as Status
 from megatron_noloco.files import outside
 
@@ -356,6 +356,11 @@ class Mesh:
     def reaches(self, member: Member) -> bool:
         """Return whether pieces pass between this member and another that is there."""
         return self._carrier_of(member) is not None
+
+    def may_come(self, member: Member) -> bool:
+        """Return whether another member may be there: it has not left, and no later process has its slot."""
+        signed = self.statuses.of(member.slot)
+        return signed is not None and signed.member == member and not signed.has_left
 
     def close(self) -> None:
         """Say that this member has left, and end."""

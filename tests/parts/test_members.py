@@ -168,7 +168,9 @@ def test_a_job_ends_when_its_certificate_has_ended(monkeypatch: pytest.MonkeyPat
     own = members_of(World(), 3)
     own.check()
     monkeypatch.setattr(own.mesh.statuses.identity, "ends", time.time() - 1)
-    with pytest.raises(UserError, match="member file of replica 3 has ended.*`megatron-noloco invite --slot 3`"):
+    with pytest.raises(
+        UserError, match=r"member file of replica 3 has ended.*`megatron-noloco invite --slot 3`"
+    ):
         own.check()
 
 
