@@ -42,8 +42,9 @@ from megatron_noloco.federation.https_client import (
     lines_of,
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer, pauses
-from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
+from megatron_noloco.federation.https_server import PieceBody, Server
 from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
     MOST_WISHES,
     PATIENCE_SECONDS,
     Carrier,

@@ -36,6 +36,7 @@ Blob = bytes | bytearray | memoryview
 PATIENCE_SECONDS = 10.0  # without a byte
 EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
 MOST_PIECE_BYTES = 2**26
+BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
 MOST_NAME_CHARACTERS = 160
 _MOST_INBOX_BYTES = 2**27  # of a giver
 _MOST_INBOX_PIECES = 1024
