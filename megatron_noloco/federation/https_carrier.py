@@ -268,6 +268,9 @@ class HttpsCarrier(Carrier):
             self._client.request("PUT", address, slot, "link", data=texts) as answer,
         ):
             await self._client.check(answer)
+            assert answer.connection is not None
+            assert answer.connection.transport is not None
+            place = answer.connection.transport.get_extra_info("peername")
             async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
                 signed = first_status(await anext(lines, {}), self.mesh.me)
                 if signed.member.slot != slot:
@@ -278,7 +281,10 @@ class HttpsCarrier(Carrier):
                     raise ConnectionError("there is a link by now")
                 peer.address = address
                 limit.reschedule(None)
-                await self._hear(link, lines)
+                try:
+                    await self._hear(link, lines)
+                finally:
+                    self._client.end_connections(place)
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:
         """Take the lines of a link until it ends."""

@@ -156,6 +156,17 @@ class Client:
                 while any(opened.fileno() >= 0 for opened in self._sockets):
                     await asyncio.sleep(0.001)
 
+    def end_connections(self, place: tuple[Any, ...]) -> None:
+        """End all connections to an address of a host, also idle ones.
+
+        Where one has ended the others may be as dead, without a word: a router has forgotten them, or a host is in
+        another network. A request on each of them would wait for its time-out.
+        """
+        for opened in list(self._sockets):
+            with suppress(OSError):
+                if opened.getpeername()[:2] == place[:2]:
+                    opened.shutdown(socket.SHUT_RDWR)
+
     def _open_socket(self, info: Any) -> socket.socket:
         opened = open_socket(info)
         self._sockets.add(opened)
