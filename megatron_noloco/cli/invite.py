@@ -140,9 +140,9 @@ def _text_of(name: str) -> str:
     from megatron_noloco.preflight.invitation import MOST_BYTES
 
     if name == _STDIN:
-        return sys.stdin.buffer.read(MOST_BYTES).decode(errors="replace")
+        return sys.stdin.buffer.read(MOST_BYTES).decode("utf-8-sig", errors="replace")
     try:
-        with open(name, errors="replace") as file:
+        with open(name, encoding="utf-8-sig", errors="replace") as file:
             return file.read(MOST_BYTES)
     except OSError as error:
         raise UserError(f"join: {outside(name)}: {error.strerror}") from None

@@ -45,6 +45,7 @@ from megatron_noloco.federation.folder_members import (
     member_in,
 )
 from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
     MOST_PIECE_BYTES,
     Carrier,
     Fetch,
@@ -60,7 +61,6 @@ _WISH = re.compile(r"q~(\d{1,4}\.\d{1,19})~([A-Za-z0-9_-]+)")
 _PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
 _MOST_WISH_BYTES = 128  # of a piece's name, so that the file's name has at most 255 characters
 _MOST_REASON_BYTES = 2**10
-_BULK_BYTES = 2**16
 _AGAIN_SECONDS = 1.0  # until a file that could not be used is tried again
 _REPEAT_SECONDS = 8.0  # until a wish that has no answer is written again
 _LEAVE_SECONDS = 5.0  # for files under way, and then to leave
@@ -208,8 +208,9 @@ class FolderCarrier(Carrier):
         for file, watch in come.items():
             self._folder.submit(partial(self._take, file, watch))
         heard = [file for file in files if self._hear(file)]
-        for taker, name in [wish for wish in list(self._wishes) if not self.reaches(wish[0])]:
-            self._wishes.pop((taker, name)).cancel()
+        for (taker, _), wish in list(self._wishes.items()):
+            if not self.reaches(taker):
+                wish.cancel()
         return bool(come or heard)
 
     def _remove_unneeded(self) -> None:
@@ -286,12 +287,13 @@ class FolderCarrier(Carrier):
         except ValueError:  # is not from whom it claims
             return False
 
-        if (taker, name) not in self._wishes or self._wishes[taker, name].done():
+        if (taker, name) not in self._wishes:
             self._wishes[taker, name] = wish = self.mesh.offers.wish(name, taker)
             wish.add_done_callback(partial(self._answer, taker, name))
         return True
 
     def _answer(self, taker: Member, name: str, wish: "Future[Piece]") -> None:
+        self._wishes.pop((taker, name), None)
         try:
             self._give(taker, name, wish.result())
         except RefusedError as error:
@@ -317,7 +319,7 @@ class FolderCarrier(Carrier):
             finally:
                 self._writing.discard((taker, name))
 
-        self._folder.submit(write, piece.size > _BULK_BYTES)
+        self._folder.submit(write, piece.size > BULK_BYTES)
 
     def _write(self, taker: Member, name: str, content: bytes) -> None:
         if (seal := self._seal_with(taker)) is None:

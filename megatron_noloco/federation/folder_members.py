@@ -261,7 +261,7 @@ class FolderMembers:
         self._beat_at = time.monotonic() + _BEAT_SECONDS
         if (own := self._statuses.own) is None:
             return
-        if self._make_folders():
+        if self._make_folders() and not own.has_left:  # or another, which has left as well, has removed all
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)

@@ -20,7 +20,6 @@ from megatron_noloco.federation.https_client import (
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
 from megatron_noloco.federation.https_server import (
-    BULK_BYTES,
     Connection,
     receive,
     send,
@@ -28,6 +27,7 @@ from megatron_noloco.federation.https_server import (
 )
 from megatron_noloco.federation.keys import VISITOR
 from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
     MOST_NAME_CHARACTERS,
     MOST_PIECE_BYTES,
     Member,

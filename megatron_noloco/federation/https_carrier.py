@@ -36,14 +36,15 @@ from megatron_noloco.federation.https_answers import REFUSED, Answers, is_name
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
     Client,
-    OtherRunError,
+    RefusalError,
     Seeds,
     first_status,
     lines_of,
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer, pauses
-from megatron_noloco.federation.https_server import BULK_BYTES, PieceBody, Server
+from megatron_noloco.federation.https_server import PieceBody, Server
 from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
     MOST_WISHES,
     PATIENCE_SECONDS,
     Carrier,
@@ -249,7 +250,7 @@ class HttpsCarrier(Carrier):
         link, addresses = Link(True, asyncio.current_task()), peer.addresses
         try:
             await self._hold(link, peer.slot, addresses[peer.tries % len(addresses)])
-        except OtherRunError as error:
+        except RefusalError as error:
             self.mesh.warn(str(error))
         except (ValueError, *CONNECTION_ERRORS) as error:
             has_ended = getattr(error, "errno", None) == errno.ECONNREFUSED
@@ -267,6 +268,9 @@ class HttpsCarrier(Carrier):
             self._client.request("PUT", address, slot, "link", data=texts) as answer,
         ):
             await self._client.check(answer)
+            assert answer.connection is not None
+            assert answer.connection.transport is not None
+            place = answer.connection.transport.get_extra_info("peername")
             async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
                 signed = first_status(await anext(lines, {}), self.mesh.me)
                 if signed.member.slot != slot:
@@ -277,7 +281,10 @@ class HttpsCarrier(Carrier):
                     raise ConnectionError("there is a link by now")
                 peer.address = address
                 limit.reschedule(None)
-                await self._hear(link, lines)
+                try:
+                    await self._hear(link, lines)
+                finally:
+                    self._client.end_connections(place)
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:
         """Take the lines of a link until it ends."""

@@ -46,8 +46,8 @@ _LOOK_SECONDS, _SELDOM = 1.0, 10
 _MOST_NAMED = 3
 
 
-class OtherRunError(ConnectionError):
-    """The other side is a job of another run; the message is a line on in what it differs."""
+class RefusalError(ConnectionError):
+    """The other side refuses this one: it is a job of another run, or a clock is wrong. The message is a line."""
 
 
 class OwnAddressError(ConnectionError):
@@ -135,9 +135,12 @@ class Client:
             content = dict[str, Any]()
             with suppress(ValueError):
                 content = object_in(await read_small(answer.content))
-            raise OtherRunError(
+            raise RefusalError(
                 difference(self._statuses, self._digests, str(content.get("member")), content.get("digests"))
             )
+        if answer.status == 400:
+            reason = (await read_small(answer.content)).decode(errors="replace")
+            raise RefusalError(f"{answer.url.authority} refuses this replica: {reason}")
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
 
@@ -152,6 +155,17 @@ class Client:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 while any(opened.fileno() >= 0 for opened in self._sockets):
                     await asyncio.sleep(0.001)
+
+    def end_connections(self, place: tuple[Any, ...]) -> None:
+        """End all connections to an address of a host, also idle ones.
+
+        Where one has ended the others may be as dead, without a word: a router has forgotten them, or a host is in
+        another network. A request on each of them would wait for its time-out.
+        """
+        for opened in list(self._sockets):
+            with suppress(OSError):
+                if opened.getpeername()[:2] == place[:2]:
+                    opened.shutdown(socket.SHUT_RDWR)
 
     def _open_socket(self, info: Any) -> socket.socket:
         opened = open_socket(info)
@@ -183,7 +197,7 @@ class Seeds:
                     self._unanswered.pop(address, None)
                 except OwnAddressError:
                     return
-                except OtherRunError as error:
+                except RefusalError as error:
                     self._has_answers = True
                     self._links.mesh.warn(str(error))
                     await asyncio.sleep(RARE_SECONDS)

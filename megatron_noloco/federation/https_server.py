@@ -20,7 +20,6 @@ from aiohttp.abc import AbstractStreamWriter
 from megatron_noloco.federation.keys import Identity, slot_of
 from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Piece
 
-BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
 CHUNK_BYTES = 2**18
 READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
 KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s

@@ -160,6 +160,7 @@ class Identity:
 
     Attributes:
         slot: that its certificate names.
+        ends: Unix time after which its certificate is not good.
         certificate: DER.
         folder_key: 32 bytes that all members have, and nobody else.
         server: for connections that others open; they must show a certificate of this authority.
@@ -174,7 +175,7 @@ class Identity:
         folder_key: bytes,
     ) -> None:
         self._private, self.folder_key = private, folder_key
-        _, self.slot, _ = _checked(certificate, authority)
+        _, self.slot, self.ends = _checked(certificate, authority)
         self.certificate = certificate.public_bytes(Encoding.DER)
         self._check = lru_cache(_MOST_CERTIFICATES)(lambda der: _checked(_parsed(der), authority))
         with _chain_file(private, certificate) as chain:

@@ -332,20 +332,23 @@ class Members:
         return STOPPED if self.is_leaving else ""
 
     def check(self) -> None:
-        """Raise what ends this job: UserError where a later process has its slot."""
+        """Raise what ends this job: UserError where a later process has its slot, or its certificate has ended."""
         for carrier in self.mesh.carriers:
             if carrier.failure is not None:
                 raise RuntimeError(
                     f"the thread that exchanges with other replicas has failed: {carrier.failure!r}; started "
                     "again, this job continues from its newest checkpoint"
                 ) from carrier.failure
-        if self.failure is None and any(
-            other.slot == self.slot and other.incarnation > self.mesh.me.incarnation
-            for other in self.mesh.members()
-        ):
+        known = self.mesh.known()  # also who is gone by now: the others take this process for an earlier one
+        if self.failure is None and any(other.slot == self.slot and other > self.mesh.me for other in known):
             self.failure = UserError(
                 f"another process of replica {self.slot} has begun, and the others exchange with it: does another "
                 "job have the same --replica? This job ends; started again, it goes on from its newest checkpoint"
+            )
+        if self.failure is None and time.time() > self.mesh.statuses.identity.ends:
+            self.failure = UserError(
+                f"the member file of replica {self.slot} has ended, and the others exchange with it no more; ask "
+                f"for a new one (`megatron-noloco invite --slot {self.slot}`)"
             )
         if self.failure is not None:
             raise self.failure

@@ -25,8 +25,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
 
+from megatron_noloco.federation.statuses import ClockError, SignedStatus, Statuses
 from megatron_noloco.federation.statuses import Member as Member
-from megatron_noloco.federation.statuses import SignedStatus, Statuses
 from megatron_noloco.federation.statuses import Status as Status
 from megatron_noloco.files import outside
 
@@ -36,6 +36,7 @@ Blob = bytes | bytearray | memoryview
 PATIENCE_SECONDS = 10.0  # without a byte
 EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
 MOST_PIECE_BYTES = 2**26
+BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
 MOST_NAME_CHARACTERS = 160
 _MOST_INBOX_BYTES = 2**27  # of a giver
 _MOST_INBOX_PIECES = 1024
@@ -357,6 +358,11 @@ class Mesh:
         """Return whether pieces pass between this member and another that is there."""
         return self._carrier_of(member) is not None
 
+    def may_come(self, member: Member) -> bool:
+        """Return whether another member may be there: it has not left, and no later process has its slot."""
+        signed = self.statuses.of(member.slot)
+        return signed is not None and signed.member == member and not signed.has_left
+
     def close(self) -> None:
         """Say that this member has left, and end."""
         for carrier in self.carriers:
@@ -502,7 +508,12 @@ class Mesh:
 
     def take(self, signed: SignedStatus) -> bool:
         """Keep the status of another member if it is new; return whether it is. Raises ValueError."""
-        if is_new := self.statuses.take(signed):
+        try:
+            is_new = self.statuses.take(signed)
+        except ClockError as error:
+            self.warn(str(error))
+            raise
+        if is_new:
             self.wake()
         return is_new
 

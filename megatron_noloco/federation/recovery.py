@@ -183,7 +183,7 @@ class States:
         mesh, patience = members.mesh, Patience(members.mesh, taker, seconds=_BACK_SECONDS)
 
         def is_over() -> bool:
-            return self._closed or (taker, name) in mesh.offers.takers(base)
+            return self._closed or not mesh.may_come(taker) or (taker, name) in mesh.offers.takers(base)
 
         try:
             for number, piece in enumerate(pieces):
@@ -191,7 +191,7 @@ class States:
                 while not mesh.wait(is_over, patience.until()):
                     if mesh.clock() >= patience.until():
                         return
-                if self._closed:
+                if self._closed or not mesh.may_come(taker):
                     return
                 mesh.offer(name, piece)
                 mesh.release(f"{base}{number - _WINDOW}")
@@ -347,10 +347,20 @@ class States:
                 if mesh.clock() >= came + _PIECE_SECONDS:
                     raise StalledError("it comes too slowly") from None
                 losses += 1
-                if not at or losses > _MOST_LOSSES:
+                if not at or losses > _MOST_LOSSES or not self._is_back(giver):
                     raise
-                mesh.wait(lambda: mesh.reaches(giver) or bool(why_not()), mesh.clock() + _BACK_SECONDS)
                 came = mesh.clock()
+
+    def _is_back(self, giver: Member) -> bool:
+        """Wait until a giver is reached again; return whether it is."""
+        assert self._members is not None
+        mesh, why_not = self._members.mesh, self._members.why_stopped
+
+        def is_over() -> bool:
+            return mesh.reaches(giver) or not mesh.may_come(giver) or bool(why_not())
+
+        mesh.wait(is_over, mesh.clock() + _BACK_SECONDS)
+        return mesh.reaches(giver)
 
 
 def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> list[int]:

@@ -33,6 +33,10 @@ _ADDRESS = re.compile(
 _LONGEST_ADDRESS = 255
 
 
+class ClockError(ValueError):
+    """A process starts in the future; the message is a line."""
+
+
 class Member(NamedTuple):
     """A process of a replica; `str` gives its name, "SLOT.INCARNATION"."""
 
@@ -168,11 +172,14 @@ class Statuses:
 
     def _check(self, signed: SignedStatus) -> None:
         """Raise ValueError where a status is not of its member, or its text is no status."""
-        now = time.time_ns()
-        if signed.member.incarnation > now + _DAY_NS and now > _CLOCKLESS_NS:
-            raise ValueError("is of a process that starts in the future")
         text = signed.signed_text(self.run)
         self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
+        now, start = time.time_ns(), signed.member.incarnation
+        if start > now + _DAY_NS and now > _CLOCKLESS_NS:
+            raise ClockError(
+                f"replica {signed.member.slot} was started more than a day after this machine's time, by its own "
+                "clock; nothing is exchanged until both clocks are right, and the job is started again"
+            )
         assert isinstance(signed.status, dict)  # it is in order
 
 

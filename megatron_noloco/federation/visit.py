@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing, suppress
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.https_client import CONNECTION_ERRORS, Client, OtherRunError, why_not
+from megatron_noloco.federation.https_client import CONNECTION_ERRORS, Client, RefusalError, why_not
 from megatron_noloco.federation.keys import Identity
 from megatron_noloco.federation.mesh import Member, Status
 from megatron_noloco.federation.statuses import SignedStatus, Statuses
@@ -41,7 +41,7 @@ def visit(
                 try:
                     await ask(client, address)
                     return ""
-                except OtherRunError:
+                except RefusalError:
                     reasons.append(f"the job at {address} is of another run")
                 except CONNECTION_ERRORS as error:
                     reasons.append(await why_not(address, error))

@@ -21,7 +21,7 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
-from megatron_noloco.files import outside, write_text
+from megatron_noloco.files import outside, write_text, writing
 from megatron_noloco.preflight.invitation import PRETRAINED, Invitation
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import fullest_stage
@@ -128,19 +128,20 @@ def check_member_file(invitation: Invitation) -> None:
 def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object]) -> tuple[Path, int]:
     """Write config, member file and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises UserError for a malformed config; the folder is then empty.
+    Raises UserError for a malformed config, and where the folder cannot be written; the folder is then empty.
 
     Args:
         tell: is called with a line that says what is taken from the invitation, and what is not.
     """
     folder = local.folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return local.folder / "config.json", _write_job(invitation, local, folder, tell)
-    except BaseException:  # else the folder would refuse the next try
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
+    with writing(local.folder, "--folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return local.folder / "config.json", _write_job(invitation, local, folder, tell)
+        except BaseException:  # else the folder would refuse the next try
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            raise
 
 
 def _write_job(invitation: Invitation, local: Local, folder: Path, tell: Callable[[str], object]) -> int:

@@ -264,6 +264,19 @@ def test_a_piece_that_was_asked_for_is_written_once(join_here: Federation, folde
     assert not list(folder.rglob("[pq]~*"))
 
 
+def test_of_a_wish_that_was_answered_nothing_is_kept(join_here: Federation) -> None:
+    """A job of many days answers a few in each round."""
+    a, b = join_here.of(2)
+    asked = [b.begin(a.me, name) for name in ("offered", "withdrawn", "cancelled")]
+    until(lambda: len(carrier_of(a)._wishes) == 3)
+    a.offer("offered", b"1")
+    a.withdraw("withdrawn")
+    assert result(b, asked[0]) == b"1"
+    b.close()
+    until(lambda: not carrier_of(a)._wishes)
+    assert not a.offers.takers("")
+
+
 def test_more_pieces_are_asked_for_than_may_be_awaited_at_once(
     join_here: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +374,18 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     b.close()
     assert federation.store().names() == []
     assert federation.lines == []
+
+
+def test_who_leaves_when_all_is_removed_blames_no_other_program(join_here: Federation, folder: Path) -> None:
+    a, b = join_here.of(2)
+    for mesh in (a, b):
+        mesh.publish({"phase": "left"})
+    until(lambda: carrier_of(a)._members._has_left(b.me))
+    a.close()
+    assert not list(folder.rglob("*~*"))
+    b.close()
+    assert join_here.store().names() == []
+    assert join_here.lines == []
 
 
 def test_who_has_left_elsewhere_still_uses_the_folder(join_here: Federation, folder: Path) -> None:

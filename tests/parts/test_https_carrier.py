@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megatron_noloco.federation import https_links, https_server, mesh
+from megatron_noloco.federation import https_carrier, https_links, https_server, mesh
 from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
@@ -27,6 +27,7 @@ from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedErro
 from megatron_noloco.federation.statuses import SignedStatus, Statuses
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
+from tests.kit.ranks import free_port
 
 RUN = 0x1234
 LONG = 30.0  # seconds that a loaded machine may need
@@ -477,6 +478,70 @@ def test_a_suspended_process_loses_nobody(world: World, monkeypatch: pytest.Monk
     assert not missed
 
 
+class Router:
+    """Forwards a port; it can forget what is open, as a NAT does: nothing comes over these connections again."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._server = port, socket.create_server(("127.0.0.1", 0))
+        self._opened = list[socket.socket]()
+        self._forgotten = set[socket.socket]()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.getsockname()[1]}"
+
+    def forget(self) -> None:
+        self._forgotten |= {*self._opened}
+
+    def close(self) -> None:
+        for opened in (self._server, *self._opened):
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                outer, _ = self._server.accept()
+                inner = socket.create_connection(("127.0.0.1", self._port))
+                self._opened += outer, inner
+                for ends in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while (content := source.recv(2**16)) or source not in self._forgotten:
+                if source not in self._forgotten:
+                    target.sendall(content) if content else target.shutdown(socket.SHUT_WR)
+                if not content:
+                    return
+
+
+def test_connections_that_a_router_has_forgotten_are_left_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request over one of them would wait ten seconds for its answer."""
+    monkeypatch.setattr(https_links, "PULSE_SECONDS", 0.3)
+    monkeypatch.setattr(https_carrier, "LEASE_SECONDS", 2.0)
+    router = Router(port := free_port())
+    one = world.add(0, port=port, address=router.address)
+    hidden = Someone(world.identity(1), 1, [router.address], listens=False)
+    world.members.append(hidden)
+    world.meet()
+    asked = [hidden.mesh.begin(one.me, f"piece/{number}") for number in range(8)]
+    until(lambda: len(one.mesh.offers.takers("piece/")) == len(asked))
+    for number, fetch in enumerate(asked):
+        one.mesh.offer(f"piece/{number}", b"content")
+        assert hidden.mesh.result(fetch, hidden.mesh.clock() + LONG) == b"content"
+    router.forget()
+    one.mesh.offer("later", b"content")
+    fetch = hidden.mesh.begin(one.me, "later")
+    until(lambda: fetch.outcome)
+    assert fetch.outcome == b"content"
+    router.close()
+
+
 def test_after_30_restarts_of_a_peer_nothing_is_left(world: World) -> None:
     def counts() -> tuple[int, int, int]:
         tasks = sum(not task.done() for task in one.carrier._tasks)
@@ -536,6 +601,21 @@ def test_jobs_of_other_runs_say_in_what_they_differ(world: World) -> None:
     assert other.lines == ["refused: replica 0 differs from replica 5 in model.layers"]
     assert one.sees()
     assert other.sees()
+
+
+def test_a_clock_that_is_days_ahead_is_named_on_both_sides(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.add(0)
+    later = time.time_ns() + 3 * 86_400 * 10**9
+    with monkeypatch.context() as clock:
+        clock.setattr("time.time_ns", lambda: later)
+        other = world.add(1, [one])
+    until(lambda: one.lines and other.lines)
+    line = "replica 1 was started more than a day after this machine's time, by its own clock; nothing is"
+    assert one.lines[0].startswith(line)
+    assert other.lines[0].startswith(f"{one.address} refuses this replica: {line}")
+    assert one.sees()
 
 
 def test_a_process_without_the_key_is_refused_with_a_line(

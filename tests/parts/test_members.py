@@ -1,6 +1,7 @@
 """What a replica publishes of itself, and what it makes of what others publish."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -150,6 +151,27 @@ def test_the_later_process_of_a_slot_wins() -> None:
         earlier.check()
     later.check()
     assert other.peers()[0].member == Member(0, 2)
+
+
+def test_a_process_that_others_take_for_an_earlier_one_ends() -> None:
+    """The later one came and went while this one was stopped; or the clock was ahead when it began."""
+    world = World(lease=1.0)
+    own, later = members_of(world, 0, incarnation=1), members_of(world, 0, incarnation=2)
+    world.kill(later.mesh.me)
+    run_all(world, [(own, lambda: pause(own.mesh, 5.0))])
+    assert later.mesh.me not in own.mesh.members()
+    with pytest.raises(UserError, match="another process of replica 0 has begun"):
+        own.check()
+
+
+def test_a_job_ends_when_its_certificate_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = members_of(World(), 3)
+    own.check()
+    monkeypatch.setattr(own.mesh.statuses.identity, "ends", time.time() - 1)
+    with pytest.raises(
+        UserError, match=r"member file of replica 3 has ended.*`megatron-noloco invite --slot 3`"
+    ):
+        own.check()
 
 
 def test_two_hidden_members_see_and_do_not_reach_each_other() -> None:

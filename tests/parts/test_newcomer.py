@@ -1,5 +1,6 @@
 """The commands invite and join: what an invitation offers, and what a machine takes, fetches and writes."""
 
+import errno
 import io
 import itertools
 import json
@@ -394,6 +395,15 @@ def test_what_is_pasted_may_be_anything(
     assert capsys.readouterr().err.startswith("join: this is no invitation, or a part of it is missing")
 
 
+def test_a_mark_of_an_editor_before_an_invitation_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invitation = invited(Keys.make(tmp_path / "key"), needs=["text"])
+    (tmp_path / "marked").write_text(text_of(invitation), encoding="utf-8-sig")
+    assert main(["join", str(tmp_path / "marked")]) == 2
+    assert capsys.readouterr().err.startswith("join: --data is missing")
+
+
 def test_a_join_that_fails_can_be_repeated(tmp_path: Path) -> None:
     keys = Keys.make(tmp_path / "key")
     local, wrong = Local(tmp_path / "joined", {"": str(tmp_path)}), deepcopy(raw())
@@ -405,6 +415,21 @@ def test_a_join_that_fails_can_be_repeated(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"join: model\.num_layers") if config is wrong else nullcontext():
             write_job(invitation, local, lambda line: None)
     assert (tmp_path / "joined" / "config.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    invitation = invited(Keys.make(tmp_path / "key"), config=raw())
+    behind_file = Local(tmp_path / "key" / "joined", {})
+    check_local([], behind_file)
+    with pytest.raises(
+        UserError, match=r"key/joined: cannot be written: Not a directory; give another --folder"
+    ):
+        write_job(invitation, behind_file, lambda line: None)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(newcomer, "write_text", Mock(side_effect=full))
+    with pytest.raises(UserError, match=r"joined: cannot be written: No space left on device"):
+        write_job(invitation, Local(tmp_path / "joined", {}), lambda line: None)
+    assert not list((tmp_path / "joined").iterdir())
 
 
 @pytest.mark.parametrize("options", ["--at 127.0.0.1", "--at tcp://127.0.0.1:1", "--valid soon", "--serve"])

@@ -142,6 +142,45 @@ def test_a_cut_line_is_waited_for_and_nothing_starts_over(seconds: float) -> Non
     assert len(kept.copied) == 1
 
 
+@pytest.mark.parametrize(("fault", "seconds"), [("leaves", 15.0), ("is replaced", 30.0), ("is killed", 90.0)])
+def test_a_giver_that_is_gone_holds_its_taker_up_for_a_minute_at_most(fault: str, seconds: float) -> None:
+    """One that is killed may come back within a minute; one that leaves, or that was started again, does not."""
+    faults = list[float]()
+
+    def on_message(world: World, number: int, message: Message) -> None:
+        if message.kind == "answer" and message.name.endswith("/4") and not faults:
+            faults.append(world.now)
+            if fault == "leaves":
+                world.at(0.0, world.carriers[message.sender].close)
+                return
+            world.kill(message.sender)
+            if fault == "is replaced":
+                world.at(10.0, lambda: members_of(world, 0, incarnation=2))
+
+    (found,) = run_givers(World(on_message=on_message), [trainer(900), trainer(7)])
+    assert found.taken is not None
+    assert found.taken.slot == 1
+    assert found.ended < faults[0] + seconds
+
+
+def test_a_taker_that_was_started_again_waits_for_no_copy_of_its_earlier_process() -> None:
+    found = list[tuple[float, Outcome]]()
+
+    def on_message(world: World, number: int, message: Message) -> None:
+        if message.kind == "answer" and message.name.endswith("/4") and not world.dead:
+            world.kill(message.receiver)
+            world.at(12.0, lambda: begin_again(world))
+
+    def begin_again(world: World) -> None:
+        own, began = members_of(world, 1, incarnation=2), world.now
+        world.spawn(own.mesh.me, lambda: found.append((began, takes(own))))
+
+    run_givers(World(on_message=on_message), [trainer(7)])
+    ((began, outcome),) = found
+    assert outcome.kept.used
+    assert outcome.ended < began + 15.0
+
+
 @pytest.mark.parametrize("fault", ["lose", "kill giver", "kill taker"])
 def test_a_fault_at_any_message_harms_no_other(fault: str) -> None:
     """Of two takers the second gets a state, from the second giver where the first is killed."""
