@@ -1,3 +1,3 @@
 """Train large language models with NoLoCo (arXiv 2506.10911): replicas that gossip instead of all-reducing."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
