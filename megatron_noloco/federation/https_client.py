@@ -189,7 +189,7 @@ class Seeds:
         """Look for members at an address, often while there are none."""
         for looks in count():
             peers = self._links.peers.values()
-            is_linked = any(peer.link is not None and peer.address == address for peer in peers)
+            is_linked = any(peer.link is not None and address in peer.addresses for peer in peers)
             if not is_linked and (not self._links.present or looks % _SELDOM == 0):
                 try:
                     await self._meet(address)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -654,6 +654,21 @@ def test_why_nobody_answers_is_said_once(world: World, monkeypatch: pytest.Monke
         assert len(alone.lines) == len(set(alone.lines))
     finally:
         alone.close()
+
+
+def test_a_seed_to_which_there_is_a_link_is_asked_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its member gives another address: the answer has the statuses of all."""
+    monkeypatch.setattr("megatron_noloco.federation.https_client._LOOK_SECONDS", 0.02)
+    one = world.add(0)
+    other = Someone(world.identity(1), 1, [one.address.replace("127.0.0.1", "localhost")])
+    world.members.append(other)
+    world.meet()
+    until(lambda: other.carrier._links.peers[0].link)
+    monkeypatch.setattr(Answers, "_tell", Mock(side_effect=ZeroDivisionError))
+    time.sleep(1.0)
+    assert not one.lines
 
 
 def test_a_newcomer_gets_in_among_silent_strangers(world: World) -> None:
