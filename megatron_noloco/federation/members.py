@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -34,6 +35,7 @@ _MOST_ROUNDS = MOST_FRAGMENTS + _KEPT_ROUNDS
 _MOST_CHARACTERS = 12_000  # of a status; carriers add some
 _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
 _LOOK_SECONDS = 1.0
+_LAST_SECONDS = 7 * 86_400.0  # of a member file
 _MOST_IN_LINE = 8  # replicas
 _VERBS = {  # of one replica, of several
     "come": ("has come", "have come"),
@@ -389,9 +391,20 @@ class Members:
             if has_news and self.mesh.clock() > self._published + _SOON_SECONDS:
                 self.change()
             self._forget(self.mesh.known())
+            self._warn_of_end()
             with suppress(BaseException):
                 self.check()
             time.sleep(_LOOK_SECONDS)
+
+    def _warn_of_end(self) -> None:
+        """Warn for the last days of the member file: `check` ends this job with it."""
+        ends = self.mesh.statuses.identity.ends
+        if ends < time.time() + _LAST_SECONDS:
+            date = datetime.fromtimestamp(ends, UTC)
+            self.warn(
+                f"the member file ends on {date:%Y-%m-%d %H:%M} UTC, and this job with it: ask for a new one "
+                f"(`megatron-noloco invite --slot {self.slot}`), put it in its place, and start this job again"
+            )
 
     def _forget(self, known: Collection[Member]) -> None:
         """Forget what members have sent that are not the latest of their slot."""

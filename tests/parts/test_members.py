@@ -174,6 +174,16 @@ def test_a_job_ends_when_its_certificate_has_ended(monkeypatch: pytest.MonkeyPat
         own.check()
 
 
+def test_end_of_member_file_is_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = members_of(World(), 3)
+    for days in (8, 6, 6):
+        monkeypatch.setattr(own.mesh.statuses.identity, "ends", 86_400 * (time.time() // 86_400 + days))
+        own._warn_of_end()
+    assert capsys.readouterr().err.count("replica 3: the member file ends on") == 1
+
+
 def test_two_hidden_members_see_and_do_not_reach_each_other() -> None:
     world = World()
     one, other, third = (members_of(world, slot, hidden=slot < 2) for slot in range(3))
