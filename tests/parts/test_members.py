@@ -169,7 +169,7 @@ def test_a_job_ends_when_its_certificate_has_ended(monkeypatch: pytest.MonkeyPat
     own.check()
     monkeypatch.setattr(own.mesh.statuses.identity, "ends", time.time() - 1)
     with pytest.raises(
-        UserError, match=r"member file of replica 3 has ended.*`megatron-noloco invite --slot 3`"
+        UserError, match=r"member file of replica 3 has ended.*`megatron-noloco invite CONFIG --slot 3`"
     ):
         own.check()
 
