@@ -349,8 +349,8 @@ class Members:
             )
         if self.failure is None and time.time() > self.mesh.statuses.identity.ends:
             self.failure = UserError(
-                f"the member file of replica {self.slot} has ended, and the others exchange with it no more; ask for "
-                f"a new invitation (`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it"
+                f"the member file of replica {self.slot} has ended, and the others exchange with it no more; ask "
+                f"for a new invitation (`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it"
             )
         if self.failure is not None:
             raise self.failure
@@ -402,8 +402,8 @@ class Members:
         if ends < time.time() + _LAST_SECONDS:
             date = datetime.fromtimestamp(ends, UTC)
             self.warn(
-                f"the member file ends on {date:%Y-%m-%d %H:%M} UTC, and this job with it: ask for a new invitation "
-                f"(`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it, in another folder"
+                f"the member file ends on {date:%Y-%m-%d %H:%M} UTC, and this job with it: ask for a new "
+                f"invitation (`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it"
             )
 
     def _forget(self, known: Collection[Member]) -> None:
