@@ -122,14 +122,18 @@ class FederationPeers:
             if not mean.is_late:
                 seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
                 return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken, lines = self._final, list[str]()
+        taken, lines = self._final, tuple[str, ...]()
         if taken is None:
             computed_by_rank_0(self._wait_for_final)
             taken = self._recover(done, ahead=0)
-            lines.append(f" {taken} |")
+            lines = (f" {taken} |",)
         seconds = time.perf_counter() - started
         if taken is None:
-            return Average((), seconds, lines=(" the others' final model could not be taken |",))
+            return Average(
+                (),
+                seconds,
+                lines=(" the others' final model could not be taken: that of this replica is another |",),
+            )
         finals = computed_by_rank_0(self._finals)
         if self._membership.members is not None:
             self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
