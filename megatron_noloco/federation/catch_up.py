@@ -233,6 +233,6 @@ def has_come(peer: Peer) -> bool:
 
 
 def most_are_final(peers: Iterable[Peer]) -> bool:
-    """Return whether most of those that wait at their end use the mean already."""
-    ended = [bool(peer.status.mean.final) for peer in peers if has_come(peer)]
+    """Return whether most of those that wait at their end use the mean already, or have left with it."""
+    ended = [bool(peer.status.mean.final) for peer in peers if has_come(peer) or peer.status.mean.final]
     return 2 * sum(ended) > len(ended)

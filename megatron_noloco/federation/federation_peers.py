@@ -120,17 +120,22 @@ class FederationPeers:
             if not mean.is_late:
                 seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
                 return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken = self._final
+        taken, lines = self._final, tuple[str, ...]()
         if taken is None:
             computed_by_rank_0(self._wait_for_final)
             taken = self._recover(done, ahead=0)
+            lines = (f" {taken} |",)
         seconds = time.perf_counter() - started
         if taken is None:
-            return Average((), seconds, lines=(" the others' final model could not be taken |",))
+            return Average(
+                (),
+                seconds,
+                lines=(" the others' final model could not be taken: that of this replica is another |",),
+            )
         finals = computed_by_rank_0(self._finals)
         if self._membership.members is not None:
             self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
-        return Average((), seconds, lines=(f" {taken} |",), replicas={own, taken.slot, *finals})
+        return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
 
     def _finals(self) -> dict[int, str]:
         """Return the other replicas that are there and have the final model, each with the name of its attempt."""
@@ -261,7 +266,9 @@ def _left_out(done: int, step: int, lines: tuple[str, ...], rounds: Sequence[Rou
 
 
 def _taken_over(done: int, taken: Recovery, lines: tuple[str, ...] = ()) -> Boundary:
-    own = f"; this job had done {done} local steps, and the samples between are not read" * bool(done)
+    own = f"; this job had done {done} local steps, and the samples between are not read" * (
+        0 < done < taken.step
+    )
     numbers = {"handover/giver": taken.slot, "total/skipped_ahead": taken.step - done}
     return Boundary(taken.step, lines=(*lines, f" {taken}{own} |"), numbers=numbers)
 

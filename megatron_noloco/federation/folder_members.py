@@ -366,7 +366,7 @@ class FolderMembers:
             )
             is_new, self.present = present != self.present, present
         if is_new:
-            self._mesh.wake()
+            self._mesh.follow_members()
 
     # What is left
 

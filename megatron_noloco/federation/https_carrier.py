@@ -235,7 +235,7 @@ class HttpsCarrier(Carrier):
         """Begin what is possible now, and end what is another's."""
         self._refresh_is_due = False
         if self._links.refresh():
-            self.mesh.wake()
+            self.mesh.follow_members()
         if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
             for peer in self._links.peers.values():
                 if peer.is_due():

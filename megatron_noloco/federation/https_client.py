@@ -266,7 +266,7 @@ async def why_not(address: str, error: Exception) -> str:
         return f"{nobody}: no answer, nor a refusal: its host is off, or a firewall drops what is sent there"
     if isinstance(error, OSError) and error.errno and not has_connected:
         return f"{nobody}: {os.strerror(error.errno)}"
-    return f"the process at {address} has another key, or is of megatron_noloco 0.4 or earlier"
+    return f"the process at {address} is another program, has another key, or is of megatron_noloco 0.4 or earlier"
 
 
 async def lines_of(

@@ -218,6 +218,7 @@ class Fetch:
 
     Attributes:
         outcome: what has come; None: nothing yet.
+        carrier: that was asked last; None: none was yet.
         ask_at: when to ask the giver, on the clock of the mesh; before, the giver may send the piece by itself.
         is_large: whether it may wait for other large pieces of the giver.
         number: of no other fetch of this process.
@@ -228,6 +229,7 @@ class Fetch:
     def __init__(self, giver: Member, name: str, ask_at: float, is_large: bool) -> None:
         self.giver, self.name, self.ask_at, self.number = giver, name, ask_at, next(self._numbers)
         self.is_large = is_large
+        self.carrier: Carrier | None = None
         self.outcome: Blob | LostError | None = None
         self.when_over: list[Callable[[], None]] = []
 
@@ -401,12 +403,17 @@ class Mesh:
             fetch.outcome = self._inbox.take(giver, name)
             if fetch.outcome is None:
                 self._fetches.setdefault((giver, name), []).append(fetch)
-        if fetch.outcome is None:
-            if (carrier := self._carrier_of(giver)) is None:
-                self.cancel(fetch, StalledError("is not there"))
-            else:
-                carrier.ask(fetch)
+        if fetch.outcome is None and not self._ask(fetch):
+            self.cancel(fetch, StalledError("is not there"))
         return fetch
+
+    def _ask(self, fetch: Fetch) -> bool:
+        """Have the carrier that reaches the giver now ask for a piece; return whether there is any."""
+        carrier, asked = self._carrier_of(fetch.giver), fetch.carrier
+        if carrier is not None and carrier is not asked:
+            fetch.carrier = carrier
+            carrier.ask(fetch)
+        return carrier is not None
 
     def result(
         self,
@@ -556,6 +563,14 @@ class Mesh:
             self._inbox.forget(gone)
         for giver in [giver for giver in list(self.moved) if gone(giver)]:
             self.moved.pop(giver, None)
+
+    def follow_members(self) -> None:
+        """Ask for what is awaited over the carriers that reach its givers by now; wake waiting threads."""
+        with self._changed:
+            awaited = [fetch for fetches in self._fetches.values() for fetch in fetches]
+        for fetch in awaited:
+            self._ask(fetch)
+        self.wake()
 
     def wake(self) -> None:
         """Have waiting threads look again."""

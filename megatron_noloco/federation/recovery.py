@@ -347,7 +347,7 @@ class States:
                 if mesh.clock() >= came + _PIECE_SECONDS:
                     raise StalledError("it comes too slowly") from None
                 losses += 1
-                if not at or losses > _MOST_LOSSES or not self._is_back(giver):
+                if losses > _MOST_LOSSES or not self._is_back(giver):
                     raise
                 came = mesh.clock()
 

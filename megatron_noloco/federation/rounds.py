@@ -374,6 +374,8 @@ class _Round:
             has_mean = True
         except (LostError, UnequalError, ImplausibleError) as caught:
             error, failure = caught.with_traceback(None), getattr(caught, "why", str(caught))
+            if isinstance(caught, RefusedError):  # the partner's word says why; it may come later
+                failure = why_not() or _GAVE_UP
         if decides:
             counts: bool | None = has_mean and hear(False)
             self._say(name + "verdict", bool(counts), error)

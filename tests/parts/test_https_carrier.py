@@ -635,8 +635,8 @@ def test_a_process_without_the_key_is_refused_with_a_line(
     try:
         until(lambda: stranger.lines)
         assert stranger.lines == [
-            f"federation.rendezvous: the process at {one.address} has another key, or is of megatron_noloco 0.4 "
-            "or earlier; does a job listen there, and is the port open?"
+            f"federation.rendezvous: the process at {one.address} is another program, has another key, or is of "
+            "megatron_noloco 0.4 or earlier; does a job listen there, and is the port open?"
         ]
         assert one.sees()
     finally:

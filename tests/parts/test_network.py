@@ -277,6 +277,19 @@ def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -
         assert (one.status.addresses, one.hidden()) == ([], set())
 
 
+def test_what_is_awaited_comes_through_the_folder_when_https_is_gone(tmp_path: Path) -> None:
+    with closing(through(tmp_path).open(0)) as one, closing(through(tmp_path).open(1)) as other:
+        https, _ = other.mesh.carriers
+        until(lambda: https.reaches(one.mesh.me))
+        fetch = other.mesh.begin(one.mesh.me, "piece")
+        until(lambda: one.mesh.offers.takers("piece"))
+        one.mesh.carriers[0].close()
+        until(lambda: not https.reaches(one.mesh.me))
+        one.mesh.offer("piece", b"content")
+        until(lambda: fetch.outcome)
+        assert fetch.outcome == b"content"
+
+
 @pytest.mark.parametrize("listen", ["[::1]:{}", "*:{}"])
 def test_seeds_and_advertised_addresses_may_be_ipv6(listen: str) -> None:
     ports = free_port(), free_port()

@@ -340,6 +340,24 @@ def test_who_comes_when_all_have_their_mean_is_told_so() -> None:
     assert found[2].is_late or found[2].mean == 4.0
 
 
+def test_who_comes_when_all_have_left_with_their_mean_makes_none_alone() -> None:
+    """As a machine that was suspended: the run has a model already."""
+    world = World()
+    members = [members_of(world, slot) for slot in range(3)]
+
+    def one(own: Members) -> End:
+        if own.slot == 1:
+            pause(own.mesh, 200.0)
+        found = end(own, float(2**own.slot))
+        pause(own.mesh, 20.0)
+        own.close()
+        return found
+
+    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    assert [one.mean for one in found] == [2.5, 2.0, 2.5]
+    assert found[1].is_late
+
+
 def test_the_tree_goes_around_a_pair_that_is_cut() -> None:
     members = [0, 1, 2, 3]
     assert tree(members, set()) == {0: -1, 1: 0, 2: 0, 3: 2}

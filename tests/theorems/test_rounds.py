@@ -151,6 +151,20 @@ def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
     assert found.report.missed == "replica 1 has no part in this round"
 
 
+def test_a_partner_that_has_withdrawn_its_vector_gave_the_round_up() -> None:
+    """Its word may come later than the refusal of a bucket."""
+
+    def body(slot: int, replica: Replica) -> Any:
+        members: Members = replica.partners.members  # type: ignore[union-attr]
+        if slot == 0:
+            members.begin_round(0, 1)
+            members.mesh.withdraw("round/0/b/")
+            return pause(members.mesh, 60.0)
+        return take_part(replica, vectors()[1], 0).report.missed
+
+    assert both(World(), body)[1] == "replica 0 gave the round up"
+
+
 def test_a_slow_link_costs_no_round() -> None:
     """A round takes 30 s of steady sending, three times the patience without a byte."""
     own = vectors()
