@@ -268,9 +268,9 @@ class HttpsCarrier(Carrier):
             self._client.request("PUT", address, slot, "link", data=texts) as answer,
         ):
             await self._client.check(answer)
-            assert answer.connection is not None
-            assert answer.connection.transport is not None
-            place = answer.connection.transport.get_extra_info("peername")
+            if answer.connection is None or (transport := answer.connection.transport) is None:
+                raise ConnectionError("the link has ended at once")
+            place = transport.get_extra_info("peername")
             async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
                 signed = first_status(await anext(lines, {}), self.mesh.me)
                 if signed.member.slot != slot:

@@ -203,7 +203,7 @@ class Links:
                 known.dialling.cancel()
             if known is not None and known.link is not None:
                 known.link.end()
-            ends = self.statuses.identity.ends_of(signed.certificate)
+            _, ends = self.statuses.identity.owner_of(signed.certificate)
             own = self.statuses.own
             waits = (
                 own is not None and bool(addresses_in(own.status)) and _is_later(signed.member, self.mesh.me)

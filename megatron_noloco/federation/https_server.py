@@ -17,7 +17,7 @@ import numpy
 from aiohttp import StreamReader, payload, web
 from aiohttp.abc import AbstractStreamWriter
 
-from megatron_noloco.federation.keys import Identity, slot_of
+from megatron_noloco.federation.keys import Identity
 from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Piece
 
 CHUNK_BYTES = 2**18
@@ -98,7 +98,8 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.slot, self.ends = slot_of(transport.get_extra_info("ssl_object").getpeercert(binary_form=True))
+        certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+        self.slot, self.ends = self._server.identity.owner_of(certificate)
         self._server.connections.add(self)
 
     def connection_lost(self, error: BaseException | None) -> None:
@@ -120,7 +121,7 @@ class Server:
         handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         refuse: Callable[[str], object],
     ) -> None:
-        self._identity, self._refuse = identity, refuse
+        self.identity, self._refuse = identity, refuse
         self._manager = web.Server(handle, handler_cancellation=True)
         self._strangers = set[asyncio.Task[None]]()
         self.connections = set[Connection]()
@@ -169,7 +170,7 @@ class Server:
         try:
             async with asyncio.timeout(_OPEN_SECONDS):
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
-                    self._connect, accepted, ssl=self._identity.server
+                    self._connect, accepted, ssl=self.identity.server
                 )
             is_member = sum(other.slot == connection.slot for other in self.connections) <= _MOST_OF_A_SLOT
         except ssl.SSLError:

@@ -198,9 +198,10 @@ class Identity:
         except InvalidSignature:
             raise ValueError("has a wrong signature") from None
 
-    def ends_of(self, certificate: bytes) -> float:
-        """Return the Unix time after which a certificate is not good. Raises ValueError."""
-        return self._check(certificate).ends
+    def owner_of(self, certificate: bytes) -> tuple[int, float]:
+        """Return the slot that a certificate (DER) names, and the Unix time of its end. Raises ValueError."""
+        _, slot, ends = self._check(certificate)
+        return slot, ends
 
     def pair_key(self, certificate: bytes) -> bytes:
         """Return 32 bytes that only this process and the holder of a certificate can compute.
@@ -214,15 +215,6 @@ class Identity:
 def host_name(slot: int) -> str:
     """Return the host name in the certificates of a slot."""
     return f"slot-{slot}.noloco"
-
-
-def slot_of(certificate: bytes) -> tuple[int, float]:
-    """Return the slot that a certificate (DER) names, which TLS has checked, and the Unix time of its end.
-
-    Raises ValueError.
-    """
-    parsed = _parsed(certificate)
-    return _slot_in(parsed), parsed.not_valid_after_utc.timestamp()
 
 
 def _parsed(certificate: bytes) -> x509.Certificate:

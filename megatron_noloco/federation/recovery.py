@@ -57,9 +57,8 @@ _LONGEST_OFFER = 2**21  # bytes
 _WINDOW = 4  # pieces that a taker asks for at a time
 _ASK_SECONDS = 60.0  # for a giver to begin, before the next one is asked as well
 _TURN_SECONDS = 3600.0  # for any giver to begin: other takers may have their turn before
-_PIECE_SECONDS = 120.0  # for a piece of 8 MiB: half a Mbit/s
+_PIECE_SECONDS = 120.0  # for a piece of 8 MiB: half a Mbit/s; a giver that was lost has what is left of them
 _BACK_SECONDS = 60.0  # for a member that was lost to come back
-_MOST_LOSSES = 3  # in a row without a piece
 _CLOSE_SECONDS = 5.0
 _GIVING, _TAKING = 2**20, 2**20 + 2**10  # first tags inside the replica, beyond those of rounds
 
@@ -333,23 +332,20 @@ class States:
         """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on."""
         assert self._members is not None
         mesh, why_not = self._members.mesh, self._members.why_stopped
-        at = losses = 0
-        came = mesh.clock()
+        at, came = 0, mesh.clock()
         patience = Patience(mesh, giver, end_by=lambda: came + _PIECE_SECONDS)
         while at < number:
             names = (f"{base}{name}" for name in range(at, number))
             try:
                 for piece in mesh.fetch_all(giver, names, _WINDOW, patience, why_not=why_not):
-                    at, losses, came = at + 1, 0, mesh.clock()
+                    at, came = at + 1, mesh.clock()
                     yield piece
                     came = mesh.clock()
             except StalledError:
                 if mesh.clock() >= came + _PIECE_SECONDS:
                     raise StalledError("it comes too slowly") from None
-                losses += 1
-                if losses > _MOST_LOSSES or not self._is_back(giver):
+                if not self._is_back(giver):
                     raise
-                came = mesh.clock()
 
     def _is_back(self, giver: Member) -> bool:
         """Wait until a giver is reached again; return whether it is."""
@@ -360,7 +356,7 @@ class States:
             return mesh.reaches(giver) or not mesh.may_come(giver) or bool(why_not())
 
         mesh.wait(is_over, mesh.clock() + _BACK_SECONDS)
-        return mesh.reaches(giver)
+        return mesh.reaches(giver) and mesh.may_come(giver)
 
 
 def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> list[int]:

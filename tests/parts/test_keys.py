@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from megatron_noloco.federation.keys import ANY_MEMBER, VISITOR, Identity, Keys, host_name, slot_of
+from megatron_noloco.federation.keys import ANY_MEMBER, VISITOR, Identity, Keys, host_name
 
 HOUR = 3600.0
 
@@ -102,7 +102,7 @@ def test_a_member_file_is_its_slot_only_and_cannot_invite(keys: Keys, tmp_path: 
     assert not member.can_invite
     assert member.slot == 7
     identity = member.identity(7)
-    assert identity.slot == slot_of(identity.certificate)[0] == 7
+    assert identity.slot == identity.owner_of(identity.certificate)[0] == 7
     ends = x509.load_der_x509_certificate(identity.certificate).not_valid_after_utc.timestamp()
     assert abs(ends - time.time() - HOUR) < 60
     assert identity.folder_key == keys.identity(1).folder_key
@@ -194,7 +194,7 @@ def handshake(server: Identity, client: Identity, name: str) -> int:
             with server.server.wrap_socket(one, server_side=True) as opened:
                 certificate = opened.getpeercert(binary_form=True)
                 assert certificate is not None
-                seen.append(slot_of(certificate)[0])
+                seen.append(server.owner_of(certificate)[0])
                 opened.sendall(b"x")
         except OSError as error:
             seen.append(error)
