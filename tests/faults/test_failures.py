@@ -103,6 +103,13 @@ def launch_with(fault: str, script: str, folder: Path) -> subprocess.CompletedPr
     return run_launcher(command, PATIENCE_SECONDS, environ_with(fault, folder))
 
 
+def assert_joined(finished: subprocess.CompletedProcess[str], script: str) -> None:
+    """The ranks have found each other, and the transport, by what their launcher says."""
+    name = script.removesuffix(".sh")
+    line = f"started by {name}; exchanges over {'mpi' if name == 'mpirun' else 'torch'}"
+    assert line in " ".join(finished.stdout.split()), finished.stdout
+
+
 def of_our_ranks(told: str) -> list[str]:
     return [line for line in told.splitlines() if line.startswith("rank ") and " on " in line]
 
@@ -111,6 +118,7 @@ def of_our_ranks(told: str) -> list[str]:
 def test_the_rank_that_fails_says_why_and_nobody_else(script: str, tmp_path: Path) -> None:
     finished = launch_with("raise 2 5", script, tmp_path)
     assert finished.returncode == 1, finished.stderr
+    assert_joined(finished, script)
     assert finished.stderr.count("Traceback (most recent call last)") == 1, finished.stderr
     assert "ZeroDivisionError: a mistake in the model" in finished.stderr
     (line,) = of_our_ranks(finished.stderr)
@@ -123,6 +131,7 @@ def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Pat
     """Or by none, where the launcher ends them before they can say so."""
     finished = launch_with("SIGKILL 2 5", script, tmp_path)
     assert finished.returncode == 128 + signal.SIGKILL, finished.stderr
+    assert_joined(finished, script)
     assert "Traceback" not in finished.stderr
     said = of_our_ranks(finished.stderr)
     assert len(said) <= 1, finished.stderr

@@ -270,7 +270,7 @@ def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("replicas", [6, slow(2)])
 def test_another_number_of_replicas(replicas: int, four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
-    run.change({"parallel": {"replicas": replicas}, **saving(train_iters=16)})
+    run.change({"parallel": {"replicas": replicas}, **saving(train_iters=SAVED + 2)})
     outcomes = run.launch(replicas)
     assert codes(outcomes) == [0] * replicas
     reported = [line for line in outcomes[0].out.splitlines() if line.startswith("replica ")]

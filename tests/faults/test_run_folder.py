@@ -16,6 +16,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.job.run_folder import (
     FolderLostError,
     OccupiedFolder,
+    ask_to_stop,
+    asks_to_leave,
     is_under_way,
     occupy,
     stop_request,
@@ -141,3 +143,10 @@ def test_a_mark_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         UserError, match=r"running: cannot be written: Is a directory; give another training.out"
     ):
         occupy(tmp_path)
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_request_says_whether_it_is_one_to_leave(tmp_path: Path, leave: bool) -> None:
+    ask_to_stop(tmp_path, leave)
+    assert asks_to_leave(stop_request(tmp_path)) == leave
+    assert not asks_to_leave("")

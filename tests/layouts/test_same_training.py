@@ -3,8 +3,8 @@
 A feature that a layout or another feature could break gets a row. The parts of `slow` rows are in other rows.
 """
 
-from collections import defaultdict
-from functools import cache
+from collections import Counter, defaultdict
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import parameters_of_stages
@@ -158,6 +159,15 @@ CHANGES = {
     "wide + z-loss": "wide",
     "Muon + standard Newton-Schulz": "Muon",
 }
+# How often a layer, its attention and its MLP compute in each microbatch; of four layers a block of one does again
+ONCE = (1, 1, 1)
+COMPUTED = {
+    "full": (2, 2, 2),
+    "full by block": (1.25,) * 3,
+    "selective": (1, 2, 1),
+    "some modules": (1, 2, 2),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NO_FP16 = not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
@@ -171,10 +181,52 @@ def table(raw: dict[str, Any]) -> Table:
     return table_of(RunConfig(**raw).architecture(VOCABULARY))
 
 
+def watched(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Train, and count what shows that a feature was on.
+
+    Adds how often layers, attentions and MLPs computed in each microbatch, and how many parameters still had a
+    gradient of their own after a microbatch of which ZeRO 2 keeps this rank's part.
+    """
+    computed, left, modules = Counter[str](), set[int](), Counter[str]()
+    build, reduce_one = ReplicaEngine.__init__, ReplicaEngine._reduce_one
+
+    def built(engine: ReplicaEngine, stage: Any, *arguments: Any) -> None:
+        build(engine, stage, *arguments)
+        for layer in (layer for chunk in stage.chunks for layer in chunk.decoder.layers):
+            parts = {"layer": layer, "attention": layer.self_attention.core_attention, "mlp": layer.mlp}
+            modules.update(list(parts))
+            for name, part in parts.items():
+                part.register_forward_pre_hook(partial(lambda name, *_: computed.update([name]), name))
+
+    def reduced(engine: ReplicaEngine) -> None:
+        reduce_one(engine)
+        left.add(sum(parameter.grad is not None for parameter in engine.stage.parameters()))
+
+    ReplicaEngine.__init__, ReplicaEngine._reduce_one = built, reduced  # type: ignore[method-assign]
+    found = train(rank, world_size, raw, steps)
+    microbatches = RunConfig(**raw).microbatches
+    times = tuple(computed[name] / modules[name] / microbatches / steps for name in modules)
+    return found | {"computed": times, "left": left, "microbatches": microbatches}
+
+
 @cache
 def on_one_rank(features: str) -> dict[str, Any]:
-    (found,) = run_ranks(1, train, config(features, {}), STEPS)
+    (found,) = run_ranks(1, watched, config(features, {}), STEPS)
+    assert_on([found], features)
     return found
+
+
+def assert_on(ranks: list[dict[str, Any]], features: str) -> None:
+    """The ranks recomputed, divided and rounded what the features say, and nothing else."""
+    names = features.split(" + ")
+    dtype = next((DTYPES[name] for name in names if name in DTYPES), torch.float32)
+    for rank in ranks:
+        assert rank["computed"] == next((COMPUTED[name] for name in names if name in COMPUTED), ONCE)
+        assert {weight.dtype for weight in rank["weights"].values()} == {dtype}
+        if "ZeRO 2" in names:
+            assert rank["left"] == ({0} if rank["microbatches"] > 1 else set()), "each rank keeps its part"
+        elif dtype == torch.float32:
+            assert 0 not in rank["left"]
 
 
 def losses(ranks: list[dict[str, Any]]) -> Tensor:
@@ -247,7 +299,8 @@ def test_a_feature_trains_alike_on_a_layout(row: Row) -> None:
     block = RunConfig(**raw).parallel
     ranks = block.pipeline_model_parallel_size * block.data_parallel_size * block.tensor_model_parallel_size
     topology = RunConfig(**raw).topology(ranks)
-    found = run_ranks(ranks, train, raw, STEPS)
+    found = run_ranks(ranks, watched, raw, STEPS)
+    assert_on(found, row.features)
     expected = losses([whole])
     assert expected[-1] < expected[0] - 0.3, "a run that does not learn compares nothing"
     torch.testing.assert_close(losses(found), expected, rtol=0, atol=row.losses)

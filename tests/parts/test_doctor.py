@@ -10,7 +10,7 @@ import pytest
 
 from megatron_noloco.preflight import machine, mpi_check
 from megatron_noloco.preflight.machine import Finding
-from tests.kit.ranks import call_here, output_of, refusal_of
+from tests.kit.ranks import call_here, output_of
 
 
 def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
@@ -74,11 +74,6 @@ def test_a_machine_with_a_problem_is_not_ready(monkeypatch: pytest.MonkeyPatch) 
     assert out.splitlines()[-1].startswith("Fix first: MPI: MPIRUN=/nowhere: there is no such program")
 
 
-def test_a_hostfile_that_is_not_there() -> None:
-    line = "--hostfile /nowhere/hosts: there is no such file"
-    assert refusal_of("doctor", "--hostfile", "/nowhere/hosts") == line
-
-
 def interfaces(monkeypatch: pytest.MonkeyPatch, resolved: str, **addresses: list[str]) -> list[Finding]:
     """What is found on a host with these addresses by interface, whose name resolves to one of them."""
 
@@ -125,4 +120,3 @@ def test_a_shared_folder_is_tried(tmp_path: Path) -> None:
     code, out, _ = call_here(*doctor, f"file://{tmp_path}/file")
     assert code == 1
     assert f"cannot write in {tmp_path}/file: File exists" in out
-    assert call_here(*doctor, "tcp://a:1")[0] == 2

@@ -13,7 +13,6 @@ from megatron_noloco.model.families import (
     FAMILIES,
     Family,
     Parameter,
-    Rows,
     Table,
     families_with,
     table_of,
@@ -24,7 +23,7 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
 from tests.kit.architectures import SMALL
-from tests.kit.ranks import run_python, run_ranks
+from tests.kit.ranks import run_ranks
 
 QKV = "decoder.layers.{layer}.self_attention.linear_qkv."
 
@@ -156,11 +155,6 @@ def test_a_table_of_another_model_is_refused_when_it_is_built(family: Family, ra
         assert "\n" not in found
 
 
-def test_rows_that_do_not_make_up_a_parameter_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"linear_fc1.*do not make up its 48 rows"):
-        Parameter("mlp.linear_fc1.weight", (48, 16), rows=Rows((24, 23)))
-
-
 # The tables of the families
 
 
@@ -246,10 +240,3 @@ def test_a_tied_output_layer_is_a_copy_that_counts_once() -> None:
     output = table_of(tied).find("output_layer.weight")
     assert (output.source, output.hf) == ("embedding.word_embeddings.weight", ())
     assert table_of(SMALL).parameter_count - table_of(tied).parameter_count == 32 * 16
-
-
-def test_tables_need_no_torch() -> None:
-    """`config --check` reads them, and must answer at once."""
-    modules = "megatron_noloco.model.families, megatron_noloco.config"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert run_python("-c", code).returncode == 0

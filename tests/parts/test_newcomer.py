@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import re
 import shlex
 import socket
 import sys
@@ -49,6 +48,8 @@ from megatron_noloco.preflight.newcomer import (
     write_job,
 )
 from megatron_noloco.training.prepare import _slot, network_for
+from tests.kit.golden import check
+from tests.kit.ranks import refusal_of
 from tests.kit.tiny import tiny, write_config
 from tests.kit.tokenizers import write_tokenizer
 
@@ -211,30 +212,14 @@ def test_each_invitation_has_a_slot_of_its_own(place: Place, jobs: FakeJobs) -> 
     assert invitation_in(Path("again.noloco").read_text()).slot == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ("--slot 1", "invite: replica 1 is running: stop it first, or leave out --slot"),
-        ("--slot 4096", "invite: --slot 4096: the slots are 0 to 4095"),
-        (
-            "--at 10.0.0.9:5000",
-            r"invite: no job answers \(10.0.0.9:5000: nobody answers\\x1b\[2J\); start one",
-        ),
-        ("--file key", "invite: --file key: there is such a file already; give another"),
-        (
-            "--file no/such.noloco",
-            "no/such.noloco: cannot be written: No such file or directory; give another --file",
-        ),
-    ],
-)
-def test_an_invitation_that_cannot_be_is_refused(
-    place: Place, jobs: FakeJobs, options: str, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+INVITE_WRONG = ("--slot 1", "--slot 4096", "--at 10.0.0.9:5000", "--file key", "--file no/such.noloco")
+
+
+def test_an_invitation_that_cannot_be_is_one_line(place: Place, jobs: FakeJobs) -> None:
+    """In tests/golden/invite_lines.txt."""
     jobs.add(1, "10.0.0.1:5000")
-    assert place.invite(*options.split()) == 2
-    told = capsys.readouterr().err
-    assert re.search(line, told)
-    assert told.count("\n") == 1
+    said = ((options, refusal_of("invite", place.path, *options.split())) for options in INVITE_WRONG)
+    check("invite_lines", said)
 
 
 def test_jobs_without_a_port_cannot_invite(
@@ -256,16 +241,6 @@ def test_who_was_invited_cannot_invite(
         "invite: this machine joined by an invitation, which cannot invite: ask a machine that has the "
         "federation's key\n"
     )
-
-
-def test_a_federation_without_a_key_has_no_invitations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = raw()
-    content["federation"] |= {"key_file": None}
-    path = write_config(tmp_path, content)
-    assert main(["invite", str(path)]) == 2
-    assert "key" in capsys.readouterr().err
 
 
 def test_an_invitation_that_has_ended_is_named(place: Place) -> None:
@@ -364,26 +339,6 @@ def test_a_new_key_ends_all_invitations(place: Place) -> None:
         pytest.raises(UserError, match=f"the process at {address} has another key"),
     ):
         visit(Keys.read(Path("member.pem")).identity(1), place.run, [address])
-
-
-def test_a_folder_that_has_no_fixed_name_has_no_invitations(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert Place(tmp_path, rendezvous="memory://run").invite() == 2
-    assert "an invitation cannot name memory://run; copy config and key instead" in capsys.readouterr().err
-
-
-def test_the_name_of_a_file_may_be_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text").write_text("Hello.")
-    for name, why in (
-        (str(tmp_path / "no.noloco"), "No such file or directory"),
-        (str(tmp_path), "Is a directory"),
-        (str(tmp_path / "text"), "this is no invitation"),
-    ):
-        assert main(["join", name]) == 2
-        told = capsys.readouterr().err
-        assert why in told
-        assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("pasted", [b"\xff\xfe{", b""])
@@ -593,25 +548,33 @@ def test_no_field_that_an_inviter_chooses_takes_free_text(
         assert all(line.isascii() and line.isprintable() for line in str(refused.value).split("\n"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"data": {"txt": "/tmp"}}, "--data txt=/tmp: the fields are text, "),
-        ({"data": {"": "/no/such"}}, "--data /no/such: there is no such file or folder"),
-        ({"data": {"sft_data_path": "/no/such"}}, "--data /no/such: there is no such file or folder"),
-        ({"listen": "foo"}, '--listen: "foo" is neither "off" nor "tcp://HOST:PORT"'),
-        ({"pretrained": "/no/such"}, "--pretrained /no/such: there is no such folder"),
-        ({"folder": Path(__file__)}, "is there already, and is no empty folder"),
-        ({"folder": Path(__file__).parent}, "is there already, and is no empty folder"),
-    ],
-)
+JOIN_WRONG: list[dict[str, Any]] = [
+    {"data": {"txt": "/tmp"}},
+    {"data": {"": "/no/such"}},
+    {"data": {"sft_data_path": "/no/such"}},
+    {"listen": "foo"},
+    {"pretrained": "/no/such"},
+    {"folder": Path("file")},
+    {"folder": Path("full")},
+]
+
+
 def test_a_mistake_is_found_before_anything_is_written(
-    tmp_path: Path, changes: dict[str, Any], line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In tests/golden/join_lines.txt."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("full", "folder").mkdir(parents=True)
     local = Local(tmp_path / "joined", {"": str(tmp_path)})
     check_local(["text"], local)
-    with pytest.raises(ValueError, match=re.escape(line)):
-        check_local(["text"], local._replace(**changes))
+
+    def said_of(changes: dict[str, Any]) -> str:
+        with pytest.raises(ValueError) as caught:
+            check_local(["text"], local._replace(**changes))
+        return str(caught.value)
+
+    check("join_lines", ((str(changes), said_of(changes)) for changes in JOIN_WRONG))
 
 
 def test_the_batch_stays_whatever_layout_is_proposed() -> None:

@@ -34,7 +34,7 @@ from tests.kit.architectures import SMALL
 from tests.kit.configs import config, edited
 from tests.kit.fleet import average, noise
 from tests.kit.golden import check
-from tests.kit.ranks import call_here, output_of, run_ranks
+from tests.kit.ranks import output_of, run_ranks
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -293,20 +293,6 @@ def test_requests_of_a_round_without_ports(place: str, listen: str | None, count
     raw["federation"] |= {"rendezvous": place, "listen": listen}
     line = "a round through s3://b/run has about 6 writes, 5 reads, and up to 5 lists a second"
     assert (line in planned(raw)) == counts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--gpu", "Voodoo"], "4090, 3090. In its place give --gpu-memory, and --step"),
-        (["--gpu-memory", "big"], '"big" is not a memory; write 24 or 24GB'),
-        (["--latency", "25ms"], "--latency: give --bandwidth as well"),
-    ],
-)
-def test_a_wrong_option_of_plan_is_one_line(arguments: list[str], problem: str) -> None:
-    code, out, err = call_here("plan", CONFIGS / "quickstart.json", *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert problem in err
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,6 @@ def test_the_decays_have_their_shapes() -> None:
     )
 
 
-def test_a_warm_up_and_a_decay_longer_than_the_run_are_refused() -> None:
-    line = r"warmup_num_steps 6 \+ decay_num_steps 5 is more than total_num_steps 10"
-    with pytest.raises(ValueError, match=line):
-        WSD(10, warmup_num_steps=6, decay_num_steps=5)
-
-
 def test_group_rates_keep_their_ratio() -> None:
     def rates(schedule: RatioLR) -> list[float]:
         schedule.step()

@@ -10,7 +10,6 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.training.prepare import prepare
-from tests.kit.ranks import run_python
 from tests.kit.tiny import tiny
 
 
@@ -40,12 +39,3 @@ def test_only_train_has_torch_look_for_gpus_without_cuda(
     with pytest.raises(AskedError):
         start()
     assert (os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1") is asks_nvml
-
-
-def test_engines_are_imported_only_for_a_run_that_can_start() -> None:
-    """They take seconds, and warn unless `before_engines` was called."""
-    code = (
-        "import sys, megatron_noloco.training.start; print({'megatron.core', 'deepspeed'} & set(sys.modules))"
-    )
-    said = run_python("-c", code)
-    assert (said.stdout, said.stderr) == ("set()\n", "")

@@ -1,6 +1,7 @@
 """One suite for all transports: threads, torch.distributed and MPI."""
 
 import gc
+import multiprocessing
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,10 +121,9 @@ def test_flights_of_torch_use_their_threads_again_and_end_them() -> None:
 
 
 def test_harness_raises_the_first_failure_and_reaps_the_rest() -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed(.|\n)*no answer from rank 0"):
         run_ranks(2, _raise_on, 1)
-    assert time.monotonic() - started < 20
+    assert not multiprocessing.active_children()
 
 
 def test_harness_enforces_its_timeout() -> None:

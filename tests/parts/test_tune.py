@@ -17,7 +17,7 @@ from megatron_noloco.engine.schedules import rates_in
 from megatron_noloco.preflight.search import SHORT_RUN_RATE_RATIO, best_factor, bracket
 from megatron_noloco.preflight.short_run import shortened
 from tests.kit.configs import SMALLEST, edited
-from tests.kit.ranks import call_here, output_of, refusal_of
+from tests.kit.ranks import call_here, output_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # The best rate is 0.1; five times as much diverges.
@@ -63,29 +63,6 @@ def test_a_short_run_that_fails_ends_the_search_with_its_log(file: Path) -> None
     assert code == 1
     line = r"a short run has ended before its last local step; see \S+run-tune/\w+/log\.txt\n$"
     assert re.search(line, err)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"parallel": {"replicas": 4}}, r'4 ranks need a launcher; give it after "--", as in tune \S+ -- launch'),
-        ({"evaluation": {"iters": 0}}, r"evaluation\.iters 0: tune compares losses .*; give at least 1"),
-        ({"training": {"train_iters": 100}}, r"train_iters 100: .* 10 local steps, .* at least 200"),
-        ({"noloco": {"local_steps": "auto"}}, r'local_steps "auto": .*; give the number that the log'),
-        ({"noloco": {"local_steps": 300}}, r"would have 100 local steps, and need 600; give at least 6000"),
-        ({"checkpoint": {"load": "runs/x/step_5"}}, r"checkpoint\.load runs/x/step_5: .*; leave it out"),
-    ],
-)  # fmt: skip
-def test_a_file_that_cannot_be_searched_is_refused_in_one_line(
-    file: Path, changes: dict[str, Any], line: str
-) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    assert re.match(rf"{re.escape(str(file))}: .*{line}", refusal_of("tune", file, "--"))
-
-
-def test_a_program_that_is_not_there_is_named(file: Path) -> None:
-    line = "no-such-launcher: cannot be started: No such file or directory"
-    assert refusal_of("tune", file, "--", "no-such-launcher") == line
 
 
 @pytest.mark.parametrize("name", ["quickstart", "llama_125m_recipe"])

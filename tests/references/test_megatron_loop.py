@@ -1,6 +1,5 @@
 """NoLoCo in a loop of Megatron-core's DistributedDataParallel and distributed optimizer, as Megatron-LM has it."""
 
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,23 +31,14 @@ from tests.kit.jobs import (
     run_jobs,
     trained,
 )
-from tests.kit.ranks import REPOSITORY, run_launcher, run_ranks, slow
+from tests.kit.ranks import REPOSITORY, example, run_launcher, run_ranks, slow
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
 K, ROUNDS = 2, 3
 SETTINGS = paper(local_steps=K)
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-LOOP = example()  # megatron-core is imported before ranks are forked
+LOOP = example("megatron_loop")  # megatron-core is imported before ranks are forked
 BUILD: dict[str, Callable[[int], tuple[list[Any], Any]]] = {
     "distributed, bf16": lambda tensor_parallel: LOOP.build(tensor_parallel, bf16=True),
     "distributed, fp32": lambda tensor_parallel: LOOP.build(tensor_parallel, bf16=False),

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -61,22 +60,3 @@ def built_by_core(split: PipelineSplit, num_layers: int, stages: int, virtual: i
     except (ValueError, AssertionError, ZeroDivisionError):
         return None
     return chunks if min(map(min, chunks)) > 0 and sum(map(sum, chunks)) == num_layers else None
-
-
-@pytest.mark.parametrize(
-    ("split", "sizes", "line"),
-    [
-        (PipelineSplit(num_layers_in_first_pipeline_stage=1), (8, 3), "8 layers (model.num_layers) less 1"),
-        (PipelineSplit(account_for_loss_in_pipeline_split=True), (8, 2), "8 layers (model.num_layers) and"),
-        (PipelineSplit(2, 2), (5, 2), "5 layers (model.num_layers) less 2 and 2 at the ends do not divide"),
-        (PipelineSplit(num_layers_in_last_pipeline_stage=3), (7, 3, 2), "3 layers of a stage do not divide"),
-        (PipelineSplit(account_for_embedding_in_pipeline_split=True), (1, 2), "1 layer (model.num_layers)"),
-        (PipelineSplit(2, account_for_loss_in_pipeline_split=True), (8, 2), "give one of them"),
-        (PipelineSplit(2), (8, 1), "need parallel.pipeline_model_parallel_size > 1"),
-    ],
-)
-def test_what_cannot_be_divided_is_one_line(split: PipelineSplit, sizes: tuple[int, ...], line: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        layers_of_chunks(split, *sizes)
-    assert line in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_noloco.config import load_config
+from tests.kit.launched import run_launch_script, said_by
 from tests.kit.ranks import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
@@ -29,23 +29,6 @@ _NAMED_FILE = re.compile(rf"\b(?:{'|'.join(ROOT_FOLDERS)})/[\w./-]*\w|\brequirem
 def named_files(text: str) -> set[str]:
     """Files of the repository that a script or a recipe names."""
     return set(_NAMED_FILE.findall(text))
-
-
-def run_script(
-    script: str, *arguments: str, environ: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run a launch script; `PYTHON` is this interpreter unless `environ` says otherwise."""
-    command = [str(REPOSITORY / "launch" / script), *arguments]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
-    env = {**inherited, "PYTHON": sys.executable, **(environ or {})}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 60} | options
-    return subprocess.run(command, env=env, text=True, **options)
-
-
-def launch(script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the exit code and stderr of a launch script."""
-    finished = run_script(script, *arguments, environ=environ)
-    return finished.returncode, finished.stderr
 
 
 def found_first(folder: Path) -> dict[str, str]:
@@ -104,7 +87,7 @@ def test_the_hosts_of_a_scheduler(variable: str, version: str, lines: str, tmp_p
     write_programs(tmp_path, {"mpirun": SHOW_HOSTFILE.format(version=version)})
     environ = {variable: str(tmp_path / "slots"), "MPIRUN": str(tmp_path / "mpirun"), "TMPDIR": str(tmp_path)}
     environ["PYTHON"] = "true"  # which would check the config
-    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == (0, f"{lines}\n")
+    assert said_by("mpirun.sh", "8", CONFIG, environ=environ) == (0, f"{lines}\n")
     assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
 
 
@@ -113,7 +96,7 @@ def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
     started = "[ $1 = --version ] || echo started >&2\n"
     write_programs(tmp_path, {"mpirun": "its.hydra $1\n", "its.hydra": started})
     environ = {"MPIRUN": str(tmp_path / "mpirun"), "PYTHON": "true"}
-    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == (0, "started\n")
+    assert said_by("mpirun.sh", "8", CONFIG, environ=environ) == (0, "started\n")
 
 
 @pytest.mark.parametrize("where", ["launch", ".."])
@@ -132,81 +115,9 @@ def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     assert finished.stdout.splitlines()[-1] == f"sampled in a copy by {root}"
 
 
-NO_NUMBER = "is not a number of processes: it comes first, as in 'launch/{script} 8 CONFIG'"
-NO_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host'
-NO_PYTHON = "Python 3.11, 3.12 or 3.13"
-PLAIN = f"8 {CONFIG}"
-# Script, arguments, variables, and the line that it ends with; {here} is a folder with the files of FILES.
-FILES = {
-    "none": "# none\n\n",
-    "one": "node1 slots=8\n",
-    "typo": "node1 slots=8 # fast\nnode2 slot=8\n",
-    "openmpi": "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n",
-    "old": '#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n',
-}
-REFUSED = [
-    *(
-        row
-        for script in LAUNCHERS
-        for row in (
-            (script, f"{CONFIG} 8", "", f'"{CONFIG}" {NO_NUMBER}'),
-            (script, f"08 {CONFIG}", "", f'"08" {NO_NUMBER}'),
-            (script, f"6 {REPOSITORY / CONFIG}", "", "6 ranks are not 4 replicas x pipeline 2"),
-        )
-    ),
-    ("mpirun.sh", PLAIN, "PYTHON=/opt/typo", "PYTHON=/opt/typo: there is no such program"),
-    ("mpirun.sh", PLAIN, "MPIRUN=/opt/typo", "MPIRUN=/opt/typo: there is no such program"),
-    *(
-        (script, PLAIN, f"HOSTFILE={{here}}/{file}", f"HOSTFILE={{here}}/{file}{line}")
-        for script in ("mpirun.sh", "deepspeed.sh")
-        for file, line in (
-            ("missing", ": there is no such file"),
-            ("none", ": names no host"),
-            ("typo", ", line 2: slot=8 is unknown: a line is like 'node1 slots=8'"),
-        )
-    ),
-    (
-        "deepspeed.sh",
-        PLAIN,
-        "LAUNCHER=rsh",
-        "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich",
-    ),
-    ("deepspeed.sh", PLAIN, "NODE_RANK=0", f"NODE_RANK=0 {NO_HOSTFILE}"),
-    (
-        *("deepspeed.sh", PLAIN, "LAUNCHER=openmpi HOSTFILE={here}/one"),
-        "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0",
-    ),
-    (
-        *("deepspeed.sh", PLAIN, "LAUNCHER=mpich HOSTFILE={here}/one MPIRUN={here}/openmpi"),
-        "LAUNCHER=mpich needs the mpirun of MPICH, which {here}/openmpi is not: set MPIRUN",
-    ),
-    (
-        *("deepspeed.sh", PLAIN, "NODE_RANK=first HOSTFILE={here}/one"),
-        "NODE_RANK=first: HOSTFILE={here}/one names hosts 0 to 0",
-    ),
-    ("setup.sh", "", "PYTHON=of-nowhere", f"set-up: there is no of-nowhere here; install {NO_PYTHON}"),
-    ("setup.sh", "", "PYTHON={here}/old", f"set-up: Python 3.9.2 does not fit: {NO_PYTHON} is needed"),
-]
-
-
-@pytest.mark.parametrize(("script", "arguments", "variables", "line"), REFUSED)
-def test_a_mistake_is_one_line_and_starts_nothing(
-    script: str, arguments: str, variables: str, line: str, tmp_path: Path
-) -> None:
-    for name, content in FILES.items():
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o755)
-    here = {"here": tmp_path, "script": script}
-    environ = dict(word.split("=", 1) for word in variables.format_map(here).split())
-    code, said = launch(script, *arguments.split(), environ=environ)
-    assert code == (1 if script == "setup.sh" else 2)
-    assert line.format_map(here) in said
-    assert len(said.splitlines()) == 1
-
-
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_a_script_without_arguments_says_its_usage(script: str) -> None:
-    code, said = launch(script)
+    code, said = said_by(script)
     assert code == 2
     assert f"usage: launch/{script} N CONFIG" in said
 
@@ -236,7 +147,7 @@ def test_a_launcher_outlives_the_console(log: str, tmp_path: Path) -> None:
     else:
         writer = os.open(log, os.O_WRONLY)
     environ = {"PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")}
-    finished = run_script("mpirun.sh", "8", CONFIG, environ=environ, stdout=writer)
+    finished = run_launch_script("mpirun.sh", "8", CONFIG, environ=environ, stdout=writer)
     os.close(writer)
     assert finished.stderr == "stdout cannot be written; training continues without its console\n"
     assert (finished.returncode, (tmp_path / "ended").exists()) == (0, True)
@@ -291,7 +202,7 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
         environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
     else:
         environ |= {"HOSTFILE": str(hosts)}
-    finished = run_script("deepspeed.sh", "4", CONFIG, environ=environ, cwd=REPOSITORY, timeout=300)
+    finished = run_launch_script("deepspeed.sh", "4", CONFIG, environ=environ, cwd=REPOSITORY, timeout=300)
     assert finished.returncode == 0, finished.stderr
     here = {"python": sys.executable, "config": CONFIG, "root": str(REPOSITORY)}
     parts = re.split(r"\{(\w+)\}", RECORDED[launcher])  # what is in braces has the odd places
@@ -313,7 +224,7 @@ def test_a_hostfile_of_windows_is_read(encoding: str, tmp_path: Path) -> None:
     )
     environ = found_first(tmp_path) | {"HOSTFILE": str(hosts), "PYTHON": "true", "TMPDIR": str(tmp_path)}
     said = (0, "node1 slots=4\nnode2 slots=4\n")
-    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == said
+    assert said_by("mpirun.sh", "8", CONFIG, environ=environ) == said
     assert {path.name for path in tmp_path.iterdir()} == {"hosts", "mpirun"}, "nothing is left behind"
 
 
@@ -404,7 +315,7 @@ def test_setup_refuses_the_environment_of_another_copy(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
     write_programs(tmp_path / "bin", {"python": f'[ "$1" != -c ] || echo {tmp_path}/site\n'})
     (tmp_path / "site" / "megatron_noloco.pth").write_text(f"{tmp_path}/other\n")
-    code, said = launch("setup.sh", environ={"VENV": str(tmp_path)})
+    code, said = said_by("setup.sh", environ={"VENV": str(tmp_path)})
     assert code == 1
     assert said == (
         f"set-up: {tmp_path} is the environment of {tmp_path}/other; remove the link, or name another one with "
@@ -424,7 +335,7 @@ def test_a_notice_makes_the_job_leave(tmp_path: Path) -> None:
     alone = f"exec 9> {tmp_path / 'lock'}; flock -n 9"  # which a child that lives holds
     tries = f"echo >> {ran}; case $(wc -l < {ran}) in 1) false;; 2) /bin/sleep 60 | cat;; esac"
     command = f"{alone} && {{ {tries}; }}"
-    finished = run_script("notice.sh", "a run", command, environ=found_first(tmp_path))
+    finished = run_launch_script("notice.sh", "a run", command, environ=found_first(tmp_path))
     assert (finished.returncode, finished.stderr) == (0, "")
     assert finished.stdout.splitlines()[-1] == "told: -m megatron_noloco stop --leave a run"
     assert ran.read_text() == "\n" * 3

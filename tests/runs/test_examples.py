@@ -32,7 +32,7 @@ from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tests.kit.ranks import REPOSITORY, key_file, run_ranks, run_script
+from tests.kit.ranks import REPOSITORY, example, key_file, run_ranks, run_script
 from tests.kit.jobs import run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
@@ -196,15 +196,6 @@ def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
         assert line.endswith("; pip install 'megatron-noloco[trainer]'")
 
 
-def example(name: str = "plain_torch") -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_stem(name))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class PairsOfTheMinimalExample(Grouping):
     def groups(self, round_index: int, stage: int = 0, fragment: int = 0) -> list[Group]:
         partner_of = example("minimal_noloco").partner_of
@@ -285,7 +276,7 @@ def of_one_rank(slot: int, rank: int, *arguments: str) -> str:
 def test_separate_jobs_end_with_one_model_and_continue(tmp_path: Path) -> None:
     """They exchange, and end with one model; started again, they continue from their checkpoints."""
     key_file(tmp_path.parent, f"{tmp_path.name}.key")
-    for begin, end in ((0, 100), (100, 200)):
+    for begin, end in ((0, 50), (50, 100)):
         arguments = ["--folder", str(tmp_path), "--steps", str(end)]
         said = [text for (text,) in run_jobs(tmp_path, 2, 1, of_one_rank, *arguments)]
         for text in said:
@@ -294,4 +285,4 @@ def test_separate_jobs_end_with_one_model_and_continue(tmp_path: Path) -> None:
         norms = [re.findall(r"the weights have the norm (\S+)$", text, re.M) for text in said]
         assert norms[0] == norms[1]
         assert len(norms[0]) == 1
-    assert float(rounds[-1][1]) < 0.2
+    assert float(rounds[-1][1]) < 0.3, "of 0.8 without learning"

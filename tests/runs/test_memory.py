@@ -40,7 +40,7 @@ def test_nothing_is_kept_of_a_step(tmp_path: Path) -> None:
 
     With torch's flight recorder, which keeps the last 2,000 messages, a step costs 5 kB.
     """
-    begin, end, every = 2, 5, 20
+    begin, end, every = 2, 5, 12
     for rank in measured(tmp_path, end * every + 1, every, {}, timeout=400)["ranks"]:
         steps = rank["steps"][end] - rank["steps"][begin]
         of_a_step = {name: (values[end] - values[begin]) / steps for name, values in rank.items()}

@@ -49,7 +49,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-BY_HAND = ("groups of 4", "data and tensor parallel")  # of 8 ranks; tests/parts/test_plan.py has larger groups
+# Of many ranks, or in others; tests/parts/test_plan.py has larger groups, tests/layouts the parameters of each stage.
+BY_HAND = ("groups of 4", "data and tensor parallel", "pairs", "uneven stages")
 
 
 @pytest.mark.parametrize("layout", by_hand(LAYOUTS, BY_HAND))

@@ -68,11 +68,6 @@ def test_weights_are_in_one_fragment_copies_in_first(data: st.DataObject) -> Non
     assert all(elements_of(one) == sorted(elements_of(one)) for one in others)
 
 
-def test_more_fragments_than_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match="fragments 4 are more than the 3 weights of a rank"):
-        cut(3, [], 4)
-
-
 def test_fragments_of_a_round_have_different_partners() -> None:
     fleet = fleet_of(8, fragments=K)
     partners = [set(step[0][0].exchange.group) - {0} for step in fleet.run(8 * K)]

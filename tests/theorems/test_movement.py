@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.federation.gather import Gather
-from megatron_noloco.federation.movement import alone
 from tests.kit.fleet import noise
 from tests.kit.layouts import MOST_RANKS, Layout, holdings_of, movements, scattered, size_of, two_layouts
 
@@ -38,8 +36,3 @@ def test_a_replica_of_any_layout_gets_the_vector_of_another(
         transfer.wait()
     for holding, part in zip(taker, found, strict=True):
         assert torch.equal(part, scattered(vector, holding, range(length)))
-
-
-def test_a_model_has_at_least_a_weight_for_each_fragment() -> None:
-    with pytest.raises(ValueError, match="fragments 11 are more than the 10 weights"):
-        alone(10, 11)

@@ -161,11 +161,6 @@ def test_exchanges_complete_in_order() -> None:
         assert [(one.fragment.index, one.complete) for one in outer._under_way] == [(0, True), (2, False)]
 
 
-def test_local_steps_are_counted_from_1() -> None:
-    with pytest.raises(ValueError, match="done counts from 1: it is 1 after the first local step, not 0"):
-        fleet_of(1, 1).outer[0].after_local_step(0)
-
-
 # Facts 1 to 7 of docs/method.md
 
 

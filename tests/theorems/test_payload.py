@@ -399,8 +399,3 @@ def test_bytes_of_a_group(bits: int, wide_bytes: int) -> None:
         assert report.resent_elements == 0
         to_owners = (7 - own) * (16 + BLOCK * bits // 8 + 4)
         assert report.bytes_sent == to_owners + 2 * own * (4 + BLOCK * wide_bytes + 1)
-
-
-def test_other_codes_are_refused() -> None:
-    with pytest.raises(ValueError, match="a code has 8, 4, 3 bits, not 2"):
-        Codec(2)

@@ -49,12 +49,6 @@ def test_torch_weights_refuse_what_they_cannot_hold(wrong: list[Tensor]) -> None
         TorchWeights(wrong)
 
 
-def test_weights_on_several_devices_are_refused() -> None:
-    """Copies from each are queued on a stream of its own, and a round waits for one."""
-    with pytest.raises(ValueError, match="the weights lie on cpu and meta; all must be on one device"):
-        TorchWeights([torch.ones(2), torch.ones(2, device="meta")])
-
-
 class Refreshed(TorchWeights):
     times = 0
 
