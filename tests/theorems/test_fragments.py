@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.outer.round import Fragment, cut
-from megatron_noloco.plans.fragments import fragment_after, most_under_way
+from megatron_noloco.plans.fragments import fewest_steps, fragment_after, most_under_way
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
 from tests.kit.fleet import SECONDS, K, fleet_of, noise
@@ -35,6 +35,17 @@ def test_each_fragment_has_its_own_step_in_a_phase(phase: tuple[int, int]) -> No
     assert [due[done - 1] for done in (k, 2 * k, 3 * k)] == [(r, fragments - 1) for r in range(3)]
     steps = [done for done, one in enumerate(due) if one]
     assert {later - earlier for earlier, later in pairwise(steps)} <= {k // fragments, -(-k // fragments)}
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(0.01, 0.9))
+def test_fewest_steps_between_rounds(exchange_seconds: float, step_seconds: float, share: float) -> None:
+    """With them exchanges take at most this share of the time, and with a step less more."""
+    steps = fewest_steps(exchange_seconds, step_seconds, share)
+    taken = [exchange_seconds / (exchange_seconds + k * step_seconds) for k in (steps, steps - 1)]
+    assert taken[0] <= share * (1 + 1e-9)
+    assert steps == 1 or taken[1] > share * (1 - 1e-9)
+    assert fewest_steps(exchange_seconds, step_seconds, share, least=steps + 2) == steps + 2
+    assert fewest_steps(exchange_seconds, step_seconds, share, most=1) == 1
 
 
 @given(phases, st.data())
