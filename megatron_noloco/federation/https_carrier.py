@@ -284,8 +284,9 @@ class HttpsCarrier(Carrier):
                 limit.reschedule(None)
                 try:
                     await self._hear(link, lines)
-                finally:
+                except TimeoutError:
                     self._client.end_connections(place)
+                    raise
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:
         """Take the lines of a link until it ends."""

@@ -157,8 +157,8 @@ class Client:
     def end_connections(self, place: tuple[Any, ...] | None = None) -> None:
         """End all connections to an address of a host, also idle ones; None: to any.
 
-        Where one has ended the others may be as dead, without a word: a router has forgotten them, or a host is in
-        another network. A request on each of them would wait for its time-out.
+        Where one has fallen silent the others may be as dead: a router has forgotten them, or a host is in another
+        network. A request on each of them would wait for its time-out.
         """
         for opened in list(self._sockets):
             with suppress(OSError):
