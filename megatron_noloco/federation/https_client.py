@@ -148,23 +148,21 @@ class Client:
         """End all connections; to be called when no request is under way."""
         for session in self._sessions.values():
             await session.close()
-        for opened in self._sockets:  # some wait for the other side to end the encryption
-            with suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
+        self.end_connections()  # some wait for the other side to end the encryption
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 while any(opened.fileno() >= 0 for opened in self._sockets):
                     await asyncio.sleep(0.001)
 
-    def end_connections(self, place: tuple[Any, ...]) -> None:
-        """End all connections to an address of a host, also idle ones.
+    def end_connections(self, place: tuple[Any, ...] | None = None) -> None:
+        """End all connections to an address of a host, also idle ones; None: to any.
 
-        Where one has ended the others may be as dead, without a word: a router has forgotten them, or a host is in
-        another network. A request on each of them would wait for its time-out.
+        Where one has fallen silent the others may be as dead: a router has forgotten them, or a host is in another
+        network. A request on each of them would wait for its time-out.
         """
         for opened in list(self._sockets):
             with suppress(OSError):
-                if opened.getpeername()[:2] == place[:2]:
+                if place is None or opened.getpeername()[:2] == place[:2]:
                     opened.shutdown(socket.SHUT_RDWR)
 
     def _open_socket(self, info: Any) -> socket.socket:

@@ -208,10 +208,10 @@ class States:
 
         Returns None where there is none to take.
         """
-        given_up = set[int]()
+        given_up, seen = set[int](), set[Member]()
         while True:
             started = time.monotonic()
-            found = computed_by_rank_0(partial(self._find, least, given_up))
+            found = computed_by_rank_0(partial(self._find, least, given_up, seen))
             if found is None:
                 return None
             giver, offer = found
@@ -224,10 +224,15 @@ class States:
             else:
                 return Recovery(giver.slot, cast(Offer, offer).step, size, time.monotonic() - started)
 
-    def _find(self, least: int, given_up: Collection[int]) -> tuple[Member, Offer | str] | None:
+    def _find(
+        self, least: int, given_up: Collection[int], seen: set[Member]
+    ) -> tuple[Member, Offer | str] | None:
         """Ask for a state; return what the first giver offers, or why that is nothing. On the leader.
 
         None: there is no state to take, or this job is to stop.
+
+        Args:
+            seen: givers so far, to which this call adds: those that are lost are waited for.
         """
         assert self._members is not None
         members, mesh, asked = self._members, self._members.mesh, dict[int, tuple[Member, Fetch]]()
@@ -239,6 +244,7 @@ class States:
         try:
             while not members.is_leaving:
                 slots = self._givers(least, given_up)
+                seen.update(slots.values())
                 for slot in asked.keys() - set(slots):  # it has left, or begun anew
                     mesh.cancel(asked.pop(slot)[1])
                 left = [slot for slot in slots if slot not in asked]
@@ -248,7 +254,10 @@ class States:
                     if members.status.phase == "training":  # or a giver could wait for this replica
                         members.go_on(-1, "behind")
                 if not asked:
-                    return None
+                    lost = [giver for giver in seen if not (mesh.reaches(giver) or giver.slot in given_up)]
+                    if not self._are_back(lost):
+                        return None
+                    continue
                 mesh.wait(answered, mesh.clock() + 1.0)
                 if (found := answered()) is not None:
                     return found[0], self._read(found[1].outcome, least)
@@ -344,19 +353,20 @@ class States:
             except StalledError:
                 if mesh.clock() >= came + _PIECE_SECONDS:
                     raise StalledError("it comes too slowly") from None
-                if not self._is_back(giver):
+                if not self._are_back([giver]):
                     raise
 
-    def _is_back(self, giver: Member) -> bool:
-        """Wait until a giver is reached again; return whether it is."""
+    def _are_back(self, givers: Sequence[Member]) -> bool:
+        """Wait until one of some givers is reached again; return whether one is."""
         assert self._members is not None
         mesh, why_not = self._members.mesh, self._members.why_stopped
 
         def is_over() -> bool:
-            return mesh.reaches(giver) or not mesh.may_come(giver) or bool(why_not())
+            may_come = [giver for giver in givers if mesh.may_come(giver)]
+            return any(map(mesh.reaches, may_come)) or not may_come or bool(why_not())
 
         mesh.wait(is_over, mesh.clock() + _BACK_SECONDS)
-        return mesh.reaches(giver) and mesh.may_come(giver)
+        return any(mesh.reaches(giver) and mesh.may_come(giver) for giver in givers)
 
 
 def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> list[int]:

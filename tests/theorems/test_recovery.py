@@ -126,9 +126,9 @@ def test_takers_that_ask_together_get_one_copy_each_in_turn() -> None:
     assert len(kept.copied) == 1
 
 
-@pytest.mark.parametrize("piece", [0, 4])
+@pytest.mark.parametrize("piece", ["offer", "0", "4"])
 @pytest.mark.parametrize("seconds", [8.0, 40.0])
-def test_a_cut_line_is_waited_for_and_nothing_starts_over(seconds: float, piece: int) -> None:
+def test_a_cut_line_is_waited_for_and_nothing_starts_over(seconds: float, piece: str) -> None:
     kept, cuts = Kept(), list[int]()
 
     def on_message(world: World, number: int, message: Message) -> None:
