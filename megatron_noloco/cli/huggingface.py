@@ -129,14 +129,14 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import check_exported
-    from megatron_noloco.huggingface.export import check_export, export, not_exported
+    from megatron_noloco.huggingface.export import check_export, export
     from megatron_noloco.huggingface.source import open_source
     from megatron_noloco.huggingface.whole_model import TOLERANCE
 
     source = open_source(args.checkpoint, args.combine, args.tokenizer)
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
-    say(*source.losses_report(), *not_exported(source.architecture, source.config.model))
+    say(*source.losses_report())
     if note := check_exported(output):
         say(note)
     difference = check_export(source, output)

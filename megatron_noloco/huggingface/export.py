@@ -61,16 +61,6 @@ def config_json(architecture: Architecture, model: ModelConfig, dtype: str) -> d
     return family.hf_config(architecture, dtype) | dropouts
 
 
-def not_exported(architecture: Architecture, model: ModelConfig) -> list[str]:
-    """Return a line where a run has a dropout for which config.json of its family has no key."""
-    if not model.hidden_dropout or "hidden_dropout" in family_of(architecture).hf_dropouts.values():
-        return []
-    return [
-        f"model.hidden_dropout {model.hidden_dropout:g} is not in the export: config.json of the family "
-        f"{architecture.family} has no key for it; give it again after `import`"
-    ]
-
-
 def _ends(source: ModelSource) -> int | list[int]:
     """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
     end, of_answer = source.tokenizer.end_of_document, None

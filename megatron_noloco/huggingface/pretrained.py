@@ -141,20 +141,20 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
     named = {"tokenizer_type", "tokenizer_model"} & data.model_fields_set
-    if named or not (folder / "tokenizer.json").exists():
-        return data
-    tokenizer = tokenizer_of(folder, data.cache)
-    if isinstance(tokenizer, ByteTokenizer):
+    if named or not _has_tokenizer(folder) or isinstance(tokenizer_of(folder, data.cache), ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begins = bool(tokenizer.before_document) and "prepend_bos" not in data.model_fields_set
-    begin = {"prepend_bos": True} if begins else {}
+    begin = {"prepend_bos": True} if missing_bos(folder, data) else {}
     return data.replace(**begin, tokenizer_model=str(folder.resolve()))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
 
 def missing_bos(folder: Path, data: DataConfig) -> str:
     """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
-    if "prepend_bos" in data.model_fields_set or not (folder / "tokenizer.json").exists():
+    if "prepend_bos" in data.model_fields_set or not _has_tokenizer(folder):
         return ""
     if not build_tokenizer(TokenizerChoice(str(folder), cache=data.cache)).adds_bos:
         return ""
@@ -193,18 +193,14 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str |
             f"{folder}: a vocabulary of {vocab_size} is smaller than the run's tokenizer's {ours.vocab_size} "
             "(the byte-level tokenizer has 257)"
         )
-    if (folder / "tokenizer.json").exists():
-        theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
-        if not extends(ours.backend, theirs.backend):
-            place = f"in {ours.folder}" if ours.folder else "of bytes"
-            raise UserError(
-                f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
-                f"model's, set data.tokenizer_model {folder}"
-            )
-    elif (folder / "tokenizer.model").exists():
+    if not _has_tokenizer(folder):
+        return
+    theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
+    if not extends(ours.backend, theirs.backend):
+        place = f"in {ours.folder}" if ours.folder else "of bytes"
         raise UserError(
-            f"{folder}: its tokenizer is a tokenizer.model, and a tokenizer.json is needed; "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes one"
+            f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "
+            f"model's, set data.tokenizer_model {folder}"
         )
 
 

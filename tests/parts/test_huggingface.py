@@ -326,7 +326,6 @@ SPOILT: dict[str, Spoil] = {
     ),
     "a tokenizer without an end": add_a_tokenizer_of_words,
     "a tokenizer with more tokens": lambda folder: add_a_tokenizer_of_words(folder, **{"</s>": 259}),
-    "a tokenizer.model": write("tokenizer.model", "?"),
     "a tokenizer.json that is none": write("tokenizer.json", "{"),
 }
 
@@ -724,16 +723,6 @@ def test_an_export_fills_the_folder_that_is_there(
     assert not (folder / "old").exists()
     assert folder.stat().st_ino == before
     assert (tmp_path / "link").is_symlink()
-
-
-@pytest.mark.parametrize(
-    ("family", "dropout", "told"), [("llama", 0.1, 1), ("llama", 0.0, 0), ("starcoder2", 0.1, 0)]
-)
-def test_a_dropout_that_an_export_cannot_hold_is_said(family: str, dropout: float, told: int) -> None:
-    model = make_model(model=family)
-    config = RunConfig(**SMALLEST | {"model": SMALLEST["model"] | {"hidden_dropout": dropout}})
-    lines = [line.partition(":")[0] for line in export.not_exported(model, config.model)]
-    assert lines == ["model.hidden_dropout 0.1 is not in the export"] * told
 
 
 def test_a_model_card_does_not_say_where_the_files_were() -> None:
