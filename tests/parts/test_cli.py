@@ -155,7 +155,7 @@ def test_quantities_with_units() -> None:
         ),
         (
             "data preprocess --input {file} --output-prefix=",
-            "--output-prefix .: names no file; give one such as data/corpus",
+            "--output-prefix ., --json-keys text: make no name of a file, as data/corpus and text do",
         ),
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
         # Options without effect
