@@ -18,6 +18,7 @@ from megatron_noloco.job.activity import line_of
 Messages = list[dict[str, Any]]
 
 _NOT_WRITTEN = ("role", "name", "tool_call_id")  # templates leave them out, or write other words
+_CALLS = ("tools", "tool_calls", "function_call")
 _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # the only way to the date that transformers gives
 _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
@@ -257,8 +258,7 @@ def _check_written(whose: str, values: dict[str, Any], written: str) -> None:
     for key, value in values.items():
         if key in _NOT_WRITTEN:
             continue
-        named = key in ("tools", "tool_calls") and isinstance(value, list)
-        for text in _names(value) if named else [value]:
+        for text in _names(value) if key in _CALLS else [value]:
             as_json = json.dumps(text, ensure_ascii=False, default=str)
             forms = (text, as_json[1:-1]) if isinstance(text, str) else (as_json,)
             if not any(_without_spaces(form) in written for form in forms):
@@ -268,8 +268,9 @@ def _check_written(whose: str, values: dict[str, Any], written: str) -> None:
                 )
 
 
-def _names(calls: list[Any]) -> list[Any]:
-    """Return the names of tools or of calls; what is none of them as it is."""
+def _names(value: Any) -> list[Any]:
+    """Return the names of tools or of calls, or of a call; what is none of them as it is."""
+    calls = value if isinstance(value, list) else [value]
     functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
     return [one.get("name", "") if isinstance(one, dict) else one for one in functions]
 

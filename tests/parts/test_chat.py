@@ -149,6 +149,16 @@ def test_keys_that_hold_nothing_are_passed_over(tmp_path: Path) -> None:
     assert one.tokens.tolist() == other.tokens.tolist()
 
 
+def test_a_single_call_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
+    """As templates of 2023 have it; a template that leaves it out is refused."""
+    call = {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    template = TEMPLATE.replace("<end>", "{{ message.function_call.name }}<end>")
+    (record,) = load(tmp_path, template, [ASKED, call])
+    assert answers(record, FastTokenizer(tmp_path / "tokenizer")) == "weather\n"
+    with pytest.raises(ValueError, match='leaves out or changes "function_call" of message 2'):
+        load(tmp_path, TEMPLATE, [ASKED, call])
+
+
 def test_arguments_that_are_no_json_stay_text(tmp_path: Path) -> None:
     (record,) = load(tmp_path, CALLS, called("city: Ulm"))
     assert answers(record, FastTokenizer(tmp_path / "tokenizer")).startswith('weather"city: Ulm"')
