@@ -7,7 +7,7 @@ from contextlib import suppress
 from datetime import date
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,9 @@ from megatron_noloco.job.activity import line_of
 
 Messages = list[dict[str, Any]]
 
-_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # any other key must be in the template
 _NOT_WRITTEN = ("role", "name", "tool_call_id")  # templates leave them out, or write other words
+_CALLS = ("tools", "tool_calls", "function_call")
 _NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
-_KEY_IN_TEMPLATE = r"""\.\s*{0}\b|'{0}'|"{0}\""""  # message.content, message['content']
-_TOOLS_IN_TEMPLATE = r"""(?<![\w.'"])tools\b"""
 _NOW = re.compile(r"""strftime_now\((['"])(.*?)\1\)""")  # the only way to the date that transformers gives
 _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 
@@ -79,11 +77,6 @@ class ChatTemplate:
         except Exception as error:  # templates raise anything for messages that they do not expect
             raise UserError(f"the chat template refuses the messages: {outside(line_of(error))}") from None
 
-    def reads(self, name: str, tools: Any) -> bool:
-        """Return whether the template names a key of messages, or "tools" of a conversation."""
-        pattern = _TOOLS_IN_TEMPLATE if name == "tools" else _KEY_IN_TEMPLATE.format(re.escape(name))
-        return re.search(pattern, self.text(tools)) is not None
-
     def _takes_text(self, with_tools: bool) -> bool:
         """Return whether the template takes the arguments of tool calls as JSON text, not as an object."""
         tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
@@ -109,25 +102,24 @@ class ChatTemplate:
                 f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
             )
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError:
-            raise UserError("chat templates need a package: pip install transformers") from None
+        from transformers import PreTrainedTokenizerFast
+
         return PreTrainedTokenizerFast.from_pretrained(self._folder)
 
 
 class Answer(NamedTuple):
-    """An answer as two texts; both together are the text up to its end."""
+    """An answer as two texts."""
 
-    before: str  # what generation reads before it
+    before: str  # what generation reads before it, after the answer that precedes it in its list
     text: str  # its own, with what ends it
 
 
-def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[list[Answer], int]:
+def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[list[list[Answer]], int]:
     """Return the answers of a conversation that have a loss, and how many of them are empty.
 
     The text before an answer is the template's of the messages before, with a generation prompt: what a chat would
-    read there. So a template may write an earlier turn otherwise than the last one.
+    read there. Answers of which each continues the text through the one before are a list. A template that writes
+    an earlier turn otherwise than the last one makes several lists.
 
     Raises UserError for a message that holds anything unknown, and where the template does not write a text.
 
@@ -138,31 +130,22 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
     if isinstance(tools, str):
         with suppress(ValueError):
             tools = json.loads(tools)
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UserError('"tools" must be a list of objects, or its JSON text')
-    if tools and not template.reads("tools", tools):
-        raise UserError('there are "tools", which the chat template does not read')
     messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
     places = [place for place, message in enumerate(messages) if message.pop("weight")]
     if not places:
         raise UserError('no message has the role "assistant" and a weight above 0: there is nothing to learn')
-    if messages[0]["role"] == "assistant":
-        raise UserError(
-            'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
-        )
     render = partial(template.render, tools=tools)
-    answers = _by_turns(messages, places, render)
-    answers = answers or [_answer(messages, place, render) for place in places]
-    before = _without_spaces(answers[-1].before)
+    turns = _by_turns(messages, places, render)
+    lists = [turns] if turns else _one_by_one(messages, places, render)
+    before = _without_spaces("".join(chain(*lists[-1])).removesuffix(lists[-1][-1].text))
+    _check_written("the record", {"tools": tools or []}, before)
     for place, message in enumerate(messages[: places[-1]]):
         if message["role"] != "assistant":
-            _check_written(place, message, before)
-    for place, answer in zip(places, answers, strict=True):
-        _check_written(place, messages[place], _without_spaces(answer.text))
+            _check_written(_in_words(place, message), message, before)
+    for place, answer in zip(places, chain(*lists), strict=True):
+        _check_written(_in_words(place, messages[place]), messages[place], _without_spaces(answer.text))
     learnt = [{**messages[place], **dict.fromkeys(_NOT_WRITTEN)} for place in places]
-    return answers, sum(
-        not any(map(str.strip, map(str, filter(None, message.values())))) for message in learnt
-    )
+    return lists, sum(not any(map(str.strip, map(str, filter(None, message.values())))) for message in learnt)
 
 
 def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dict[str, Any]:
@@ -174,23 +157,14 @@ def _message(number: int, given: Any, tools: Any, template: ChatTemplate) -> dic
         raise UserError(
             f'message {number} must have "role" and "content", not {json.dumps(given, default=str)[:60]}'
         )
-    message = {key: value for key, value in given.items() if key in _KEYS or value not in _NOTHING}
+    message = {key: value for key, value in given.items() if key == "content" or value not in _NOTHING}
     is_answer = message["role"] == "assistant"
     if message.setdefault("weight", int(is_answer)) not in (0, int(is_answer)):
         weight = json.dumps(message["weight"])[:40]
         raise UserError(f'message {number}: "weight" must be 0, or 1 for an answer (assistant), not {weight}')
     message["content"] = _text_of(number, message.get("content", ""))
-    others = {key: value for key, value in message.items() if key not in _KEYS}
-    if given.get("content") in (None, []) and not others:
-        raise UserError(f'message {number} has no "content"')
-    for key in others:
-        if not template.reads(key, tools):
-            raise UserError(
-                f'message {number} has the key "{key}", which the chat template does not read; there may '
-                f"be {', '.join(_KEYS)}, and what the template reads"
-            )
-    if isinstance(calls := others.get("tool_calls"), list):
-        message["tool_calls"] = [_call(number, call, template.takes_text(bool(tools))) for call in calls]
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, template.takes_text(bool(tools))) for call in calls]
     return message
 
 
@@ -210,42 +184,42 @@ def _text_of(number: int, content: Any) -> str:
     return "".join(texts)
 
 
-def _call(number: int, call: Any, as_text: bool) -> Any:
+def _call(call: Any, as_text: bool) -> Any:
     """Return a tool call with its arguments, JSON text or an object, in the form that the template takes."""
     match call:
         case {"function": dict(function)}:
-            return {**call, "function": _call(number, function, as_text)}
-        case {"arguments": dict(arguments)}:
-            text = json.dumps(arguments, ensure_ascii=False)
-            return {**call, "arguments": text if as_text else arguments}
-        case {"arguments": str(arguments)}:
+            return {**call, "function": _call(function, as_text)}
+        case {"arguments": dict(arguments)} if as_text:
+            return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        case {"arguments": str(arguments)} if not as_text:
             with suppress(ValueError):
-                if isinstance(found := json.loads(arguments), dict):
-                    return {**call, "arguments": arguments if as_text else found}
-        case {"arguments": _}:
-            pass
-        case _:
-            return call
-    raise UserError(
-        f'message {number}: "arguments" of a tool call must be an object, or the JSON text of an object'
-    )
+                return {**call, "arguments": json.loads(arguments)}
+    return call
 
 
 def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answer:
     """Return the answer at this place; raises UserError where it does not begin as the template asks for it."""
     before = render(messages[:place], add_generation_prompt=True)
     through = render(messages[: place + 1])
-    if not through.startswith(before) and messages[place - 1]["role"] == "assistant":
-        raise UserError(
-            f"messages {place} and {place + 1} are both answers, which the chat template does not write one after "
-            "the other; make them one message"
-        )
     if not through.startswith(before):
         raise UserError(
             f"the chat template asks for message {place + 1} with {before[-40:]!r}, with which it does not begin "
             "the message itself, so generation would read other text; use a template with the same words in both"
         )
     return Answer(before, through[len(before) :])
+
+
+def _one_by_one(messages: Messages, places: list[int], render: Callable[..., str]) -> list[list[Answer]]:
+    """Return the answers, each after all messages before it."""
+    lists, through = list[list[Answer]](), ""
+    for place in places:
+        before, text = _answer(messages, place, render)
+        if not lists or not before.startswith(through):
+            lists.append([])
+            through = ""
+        lists[-1].append(Answer(before[len(through) :], text))
+        through = before + text
+    return lists
 
 
 def _by_turns(messages: Messages, places: list[int], render: Callable[..., str]) -> list[Answer] | None:
@@ -261,27 +235,44 @@ def _by_turns(messages: Messages, places: list[int], render: Callable[..., str])
             before, text = _answer(messages[start:], place - start, render)
             if not before.startswith(known):
                 return None
-            answers.append(Answer("".join(answers[-1]) + before[len(known) :], text))
-        if "".join(answers[-1]) == render(messages[: places[-1] + 1]):
+            answers.append(Answer(before[len(known) :], text))
+        if "".join(chain(*answers)) == render(messages[: places[-1] + 1]):
             return answers
     return None
 
 
-def _check_written(place: int, message: dict[str, Any], written: str) -> None:
-    """Raise UserError unless a message's texts are written: as they are, or as in JSON. Templates trim spaces.
+def _in_words(place: int, message: dict[str, Any]) -> str:
+    return f'message {place + 1} (role "{message["role"]}")'
+
+
+def _check_written(whose: str, values: dict[str, Any], written: str) -> None:
+    """Raise UserError unless all that a message or record says is written: as it is, or as in JSON.
+
+    Templates trim spaces. Of tools and of calls the names are looked for, since templates differ in all else.
 
     Args:
+        whose: the message in words.
+        values: by key.
         written: see `_without_spaces`.
     """
-    for key, value in message.items():
-        if not isinstance(value, str) or key in _NOT_WRITTEN:
+    for key, value in values.items():
+        if key in _NOT_WRITTEN:
             continue
-        forms = (value, json.dumps(value, ensure_ascii=False)[1:-1])
-        if not any(_without_spaces(form) in written for form in forms):
-            raise UserError(
-                f'the chat template leaves out or changes the text of "{key}" in message {place + 1} (role '
-                f'"{message["role"]}"); use a template that writes it as it is, or leave it out of the data'
-            )
+        for text in _names(value) if key in _CALLS else [value]:
+            as_json = json.dumps(text, ensure_ascii=False, default=str)
+            forms = (text, as_json[1:-1]) if isinstance(text, str) else (as_json,)
+            if not any(_without_spaces(form) in written for form in forms):
+                raise UserError(
+                    f'the chat template leaves out or changes "{key}" of {whose}; use a template that writes it '
+                    "as it is, or leave it out of the data"
+                )
+
+
+def _names(value: Any) -> list[Any]:
+    """Return the names of tools or of calls, or of a call; what is none of them as it is."""
+    calls = value if isinstance(value, list) else [value]
+    functions = [call.get("function", call) if isinstance(call, dict) else call for call in calls]
+    return [one.get("name", "") if isinstance(one, dict) else one for one in functions]
 
 
 def _without_spaces(text: str) -> str:

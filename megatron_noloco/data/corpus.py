@@ -55,16 +55,11 @@ class Corpus:
         return obtain(cache_folder(self.source.cache), self.recipe)
 
     def check(self, output_dir: Path) -> None:
-        """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
+        """Raise UserError if what the run writes would be read, or the cache cannot be written."""
         folder = cache_folder(self.source.cache)
         outputs = {"training.output_dir": output_dir, "data.cache": folder}
         check_outside(outputs, Path(self.source.path), self.source.option)
         if find_entry(folder, self.recipe.digest) is None:
-            counts = Counts(lambda _: None)
-            there = (item for item in self.inputs if item.bytes)  # a text would be read to its end
-            readable = self._files(counts) if self._of_records else there
-            if next(readable, None) is None:
-                raise self._empty(counts)
             check_writable(folder, "data.cache")
 
     def check_first(self) -> None:
@@ -127,15 +122,16 @@ def preprocess(
         prefix: path of the dataset, without the key.
         max_lost: share of the characters that the tokenizer may lose.
     """
-    if not prefix.name:
-        raise UserError(f"--output-prefix {prefix}: names no file; give one such as data/corpus")
-    if "/" in key:
-        raise UserError(f'--json-keys {key}: is a part of the name of a file, which cannot have "/"')
+    try:
+        output = prefix.with_name(f"{prefix.name}_{key}_document")
+    except ValueError:
+        raise UserError(
+            f"--output-prefix {prefix}, --json-keys {key}: make no name of a file, as data/corpus and text do"
+        ) from None
     source = TextSource(", ".join(inputs), option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
 
     check = partial(check_lost, most=max_lost, source=source.option, option="--max-lost-characters")
-    output = prefix.with_name(f"{prefix.name}_{key}_document")
     return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), check)

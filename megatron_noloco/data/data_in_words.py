@@ -11,7 +11,6 @@ from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside
 from megatron_noloco.plans.sample_order import slots_of
 
 SPLITS = ("training", "validation")
@@ -24,7 +23,7 @@ def made_in_words(
 ) -> str:
     """Return a line about a dataset that was made of a text or of records; `facts`: see `Counts.facts`."""
     if dataset.mask is not None:
-        return _records_in_words(name, dataset, facts, [blend for blend in blends if blend is not None])
+        return _records_in_words(name, facts, [blend for blend in blends if blend is not None])
     size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
     tokens = " and ".join(
         f"{blend.parts[0].learnt} {split}" for split, blend in zip(SPLITS, blends, strict=True) if blend
@@ -32,38 +31,19 @@ def made_in_words(
     return f"{name}, {size}, {tokens} tokens{facts['notes']}"
 
 
-def _records_in_words(
-    name: str, dataset: IndexedDataset, facts: Mapping[str, Any], blends: Sequence[Blend]
-) -> str:
-    training, parts = blends[0], [part for blend in blends for part in blend.parts]
+def _records_in_words(name: str, facts: Mapping[str, Any], blends: Sequence[Blend]) -> str:
+    training = blends[0]
     learnt, tokens = training.parts[0].learnt, training.tokens_per_sample * len(training)
     line = (
         f"{name}, {facts['records']} records, {len(training)} training samples with {learnt} tokens in answers, "
         f"{100 * learnt / tokens:.3g} % of all"
     )
-    # The splits follow each other in the dataset from its beginning; a record is one or more sequences.
-    samples = [part for part in parts if isinstance(part, RecordSamples)]
-    too_long = np.concatenate([part.too_long for part in samples])
-    left_out = np.concatenate([part.left_out for part in samples])
-    firsts = dataset.document_bounds[dataset.document_bounds < len(too_long)]
-    gone = np.logical_and.reduceat(left_out, firsts)
-    cut = np.logical_or.reduceat(too_long, firsts) & ~gone
-    for records, what in (
-        (cut, "longer than a sample, cut"),
-        (gone, "left out, since no answer fits"),
-    ):
-        if records.any():
-            line += f"; records {what}: {records.sum()} (first {_place(int(records.argmax()), facts)})"
+    samples = [part for blend in blends for part in blend.parts if isinstance(part, RecordSamples)]
+    if cut := sum(part.cut for part in samples):
+        line += f"; records longer than a sample, cut: {cut}"
+    if left_out := sum(part.left_out for part in samples):
+        line += f"; records left out, since no answer fits: {left_out}"
     return line + facts["notes"]
-
-
-def _place(record: int, facts: Mapping[str, Any]) -> str:
-    """Return the place of a record in words, by its number in the dataset."""
-    for name, number in facts["records_of_files"]:
-        if record < number:
-            return f"record {record + 1} of {outside(name)}"
-        record -= number
-    raise AssertionError("no file has the record")
 
 
 def indexed_in_words(

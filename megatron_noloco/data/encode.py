@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 # Counts of what is read otherwise than it looks, in a summary.
 _NOTES = {
     "beside_records": "documents that are files of text beside records: {}",
-    "spelled_as_text": "special tokens spelled out: {}, read as text",
+    "spelled_as_text": "special tokens spelled out: {}, read as text (split_special_tokens false: as tokens)",
     "spelled_as_tokens": "special tokens spelled out: {}, read as these tokens, not as text",
     "empty_answers": "empty answers: {}, of which only the end is learnt",
     "endless": "answers after which the chat template writes no special token: {}, so generation goes on there",
@@ -48,7 +48,6 @@ class Counts(Counter[str]):
         left_out: the files that are not read, by the reason.
         lost: how often each character that no token stands for was met.
         lost_in: the first file that holds each.
-        records: the number of records of each file.
         roles: how often messages have each role of which a template may know nothing.
         splits: the number of files of each split, by their names.
     """
@@ -58,7 +57,7 @@ class Counts(Counter[str]):
         self.advance = advance  # is told how many bytes are read
         self.left_out: dict[str, list[Input]] = {}
         self.lost, self.lost_in = Counter[str](), dict[str, str]()
-        self.records, self.roles, self.splits = Counter[str](), Counter[str](), Counter[str]()
+        self.roles, self.splits = Counter[str](), Counter[str]()
 
     def count_texts(
         self,
@@ -108,13 +107,7 @@ class Counts(Counter[str]):
             notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.switched_off:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
-        records = list(self.records.items())
-        return {
-            **self,
-            "records_of_files": records,
-            "lost_in_words": lost,
-            "notes": "".join(f"; {note}" for note in notes),
-        }
+        return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes)}
 
 
 def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) -> None:

@@ -81,12 +81,7 @@ class FastTokenizer:
         self._kept = folder
         mark = folder / KEPT_MARK
         self.switched_off = outside(mark.read_text()) if mark.exists() else ""
-        try:
-            self.backend: Any = Tokenizer.from_file(str(folder / _TOKENIZER))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise UserError(
-                f"tokenizer_model {folder / _TOKENIZER}: not a tokenizer ({outside(str(error))})"
-            ) from None
+        self.backend: Any = Tokenizer.from_file(str(folder / _TOKENIZER))
         # A file may set truncation and padding, which would cut or pad texts.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -198,6 +193,19 @@ class FastTokenizer:
         # By their first character: with hundreds of tokens in one alternation the search took 100 times as long.
         groups = groupby(longest_first, key=lambda token: token[:1])
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
+
+    def from_last_border(self, text: str) -> str:
+        """Return a text of a template from its last border on; all of it if there is none.
+
+        A border is a special token, on both sides of which texts are encoded apart wherever it stands.
+        """
+        places = [match.start() for match in self._spelled_out.finditer(text) if match[0] in self._borders]
+        return text[places[-1] :] if places else text
+
+    @cached_property
+    def _borders(self) -> set[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return {one.content for one in added if one.special and not (one.normalized or one.single_word)}
 
     def decode(self, ids: np.ndarray | Sequence[int], special: bool = False) -> str:
         """Return the text of `ids`, without ids past the vocabulary; `special`: with special tokens."""

@@ -28,12 +28,12 @@ PIECE = 1 << 16  # characters of a text that are read and encoded as one sequenc
 _BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
 _BATCH_ROWS = 256
 _LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
-_OTHER_KEY = "`data preprocess --json-keys` takes another"
+OTHER_KEY = "`data preprocess --json-keys` takes another"
 # What a piece of a longer text ends with, where it has one: as encoders like it, a space begins the next piece.
 _ENDS = (("\n", 1), (" ", 0))
 
 Advance = Callable[[int], object]  # called with the bytes on disk that were read since the call before
-Row = tuple[str, Any]  # a line of JSON or a row of a table: its place for the user, its content
+Row = tuple[str, dict[str, Any]]  # a line of JSON or a row of a table: its place for the user, its content
 
 
 class Piece(NamedTuple):
@@ -149,15 +149,13 @@ def _read_text(path: Path, advance: Advance) -> Iterator[str]:
             reader.detach()
 
 
-def _text_of(place: str, fields: Any, key: str) -> str:
+def _text_of(place: str, fields: dict[str, Any], key: str) -> str:
     """Return the text under a key of a row, "" for null; raises UserError that names the place."""
-    if not isinstance(fields, dict):
-        raise UserError(f"{place}: not a JSON object; each line must hold one")
     if key not in fields:
-        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({_OTHER_KEY})")
+        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({OTHER_KEY})")
     text = fields[key]
     if text is not None and not isinstance(text, str):
-        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({_OTHER_KEY})")
+        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({OTHER_KEY})")
     try:
         check_whole_characters(text or "")
     except UserError as error:
@@ -197,13 +195,13 @@ def _read_lines(path: Path, advance: Advance) -> Iterator[Row]:
         advance(path.stat().st_size - before)
 
 
-def _parse(line: bytes) -> Any:
+def _parse(line: bytes) -> dict[str, Any]:
     check_utf_8(line)
     try:
         content = json.loads(without_mark(line), object_pairs_hook=json_object)
-        if not isinstance(content, list):
+        if isinstance(content, dict):
             return content
-        reason = "a list"
+        reason = "no object"
     except UserError:
         raise
     except json.JSONDecodeError as error:
@@ -230,14 +228,14 @@ def _read_table(path: Path, advance: Advance, columns: Iterable[str] | None = No
         chosen = names if columns is None else list(columns)
         for name in chosen:
             if name not in names:
-                raise UserError(f"{path}: no column {name!r}; there are {', '.join(names)} ({_OTHER_KEY})")
+                raise UserError(f"{path}: no column {name!r}; there are {', '.join(names)} ({OTHER_KEY})")
             if names.count(name) > 1:
                 raise UserError(f"{path}: the column {name!r} is there twice; leave one out")
         for batch in read(chosen):
             for row in range(batch.num_rows):  # one by one, since a batch of long texts is large
                 number += 1
                 held = zip(chosen, batch.columns, strict=True)
-                values = {name: _as_json(column[row].as_py(), column.type) for name, column in held}
+                values = {name: column[row].as_py(maps_as_pydicts="lossy") for name, column in held}
                 yield f"{path}, row {number}", values
             now = size * number // total if total else size  # of a stream the rows are not known
             advance(now - done)
@@ -270,19 +268,6 @@ def _open_table(path: Path) -> tuple[list[str], int | None, Callable[[list[str]]
         reader = pyarrow.ipc.open_file(mapped)
         batches = map(reader.get_batch, range(reader.num_record_batches))
     return reader.schema.names, None, lambda chosen: (batch.select(chosen) for batch in batches)
-
-
-def _as_json(value: Any, kind: Any) -> Any:
-    """Return a value of a column, of this type in Arrow, as a line of JSON would have it: a map as an object."""
-    from pyarrow import types
-
-    if value is None or not types.is_nested(kind):
-        return value
-    if types.is_map(kind):
-        return {key: _as_json(held, kind.item_type) for key, held in value}
-    if types.is_struct(kind):
-        return {of.name: _as_json(value[of.name], of.type) for of in kind}
-    return [_as_json(held, kind.value_type) for held in value]
 
 
 def unpacked_name(path: Path) -> str:

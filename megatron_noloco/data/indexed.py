@@ -7,7 +7,6 @@ is not used: importing it takes seconds in every process, and its reader accepts
 """
 
 import glob
-import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -112,15 +111,10 @@ def read_indexed(prefix: str) -> IndexedDataset:
             f"{idx_path}: its sequences or documents do not lie one after the other, to the end; it was not "
             "finished, or is altered"
         )
-    mask, mask_path = None, Path(f"{prefix}.mask")
-    if mask_path.exists():
-        mask = _mapped(mask_path, np.bool_)
-        if len(mask) != tokens:
-            raise UserError(
-                f"{mask_path}: {len(mask)} bytes, {bin_path} has {tokens} tokens; it is cut short"
-            )
+    mask = Path(f"{prefix}.mask")
     offsets = Offsets(begins, size, dtype.itemsize)
-    return IndexedDataset(_mapped(bin_path, dtype), offsets, mask, prefix, bounds)
+    learnt = _mapped(mask, np.bool_) if mask.exists() else None
+    return IndexedDataset(_mapped(bin_path, dtype), offsets, learnt, prefix, bounds)
 
 
 def _advice(prefix: str) -> str:
@@ -130,8 +124,6 @@ def _advice(prefix: str) -> str:
         return f"there is {named[0].with_suffix('')}, whose name has the key"
     if path.is_dir() or (path.suffix not in ("", ".bin", ".idx") and path.is_file()):
         return f"{prefix} is text or records, which data.text or data.sft_data_path take"
-    if re.fullmatch(r"[0-9.e-]+", path.name):
-        return f'if it is a weight, it stands before its prefix: [{path.name}, "prefix"]'
     return 'give the prefix that `data preprocess` wrote, without ".bin"'
 
 

@@ -9,7 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_noloco.data.formats import Input, first_bytes, first_object, text_problem, unpacked_name
+from megatron_noloco.data.formats import (
+    OTHER_KEY,
+    Input,
+    first_bytes,
+    first_object,
+    text_problem,
+    unpacked_name,
+)
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object, without_mark
@@ -81,15 +88,20 @@ def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> tuple[
         advice = "holds lines of JSON; give it a name that ends with .jsonl"
         return "file{} of JSON lines whose names do not end with .jsonl", advice
     if found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
-        return f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}", ""
+        other = "" if rows_alone else f", {OTHER_KEY}"
+        return f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}", ""
     return "", ""
 
 
 def split_of(item: Input) -> str | None:
-    """Return the split of a published dataset that a file of rows has by its path; None where it names none."""
+    """Return the split of a published dataset that a file has by its path, "others" where the path names none.
+
+    None for a text whose name does not end with .txt: in a folder of programs `test` is a word as others.
+    """
+    if item.kind == "text" and not unpacked_name(item.path).endswith(".txt"):
+        return None
     words = re.split("[^a-z]+", item.name.lower())
-    named = [word for word in words if word in _SPLITS]
-    return named[-1] if named and item.kind != "text" else None
+    return next((word for word in reversed(words) if word in _SPLITS), "others")
 
 
 def in_words(files: Collection[Input], reason: str) -> str:
@@ -172,12 +184,7 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
 
 def _of_datasets(folder: Path, files: list[str]) -> list[str]:
     """Return the files of a folder, of one that `datasets` has written those with rows; raises UserError."""
-    if "dataset_dict.json" in files:  # its rows are in the folders below
-        splits = read_object(folder / "dataset_dict.json", "save the dataset again").get("splits", [])
-        if len(splits) > 1:
-            raise UserError(
-                f"{folder}: holds the splits {', '.join(map(str, splits))}; give the folder of one of them"
-            )
+    if "dataset_dict.json" in files:  # its rows are in the folders below, one for each split
         return []
     if not any(name.endswith(".arrow") for name in files) or "dataset_info.json" not in files:
         return files

@@ -163,7 +163,7 @@ class Opened:
 
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
-    """Raise UserError if nothing can be read, or what the run writes would be read; nothing is written."""
+    """Raise UserError for damaged datasets, or if what the run writes would be read; nothing is written."""
     if isinstance(source, IndexedSource):
         Opened(source, tokenizer)
     else:

@@ -20,8 +20,8 @@ class RecordSamples:
     A record longer than a sample is cut, and left out if none of its answer remains.
 
     Attributes:
-        too_long: whether each sequence is longer than a sample, bool [sequences].
-        left_out: whether each is left out, bool [sequences].
+        cut: number of sequences that are longer than a sample, and cut.
+        left_out: number of sequences that are left out.
         learnt: number of tokens that have a loss.
     """
 
@@ -36,15 +36,16 @@ class RecordSamples:
         self._tokens = dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
         begins, lengths = self._pieces(dataset)
-        self.too_long = lengths > seq_length + 1
+        too_long = lengths > seq_length + 1
         lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
         learnt = self._learnt(begins, lengths)
         fit = learnt > 0
-        self.left_out = ~fit
+        self.cut, self.left_out = int((too_long & fit).sum()), int((~fit).sum())
         self._begins, self._lengths, self.learnt = begins[fit], lengths[fit], int(learnt.sum())
         if not fit.any():
             raise UserError(
-                f"{self.name}: none of {len(fit)} records has an answer within {seq_length} tokens"
+                f"{self.name}: none of {len(fit)} records has an answer within {seq_length} tokens; give a larger "
+                "seq_length"
             )
         inputs = self._lengths - 1  # the last token is a label only
         samples = pack(inputs.tolist(), seq_length) if packed else [[place] for place in range(len(inputs))]

@@ -17,8 +17,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
 
 RECORD_KEYS = "messages", "prompt"  # of which a record has one
-# What other programs read beside messages, or beside a prompt
-_UNREAD = ("system", "history", "functions", "documents", "chat_template_kwargs")
+# What programs read of a record; here some are no part of the text
+_READ = "prompt", "completion", "tools", "system", "history", "functions", "documents", "chat_template_kwargs"
 _BATCH_RECORDS = 1000  # encoded at once
 # Texts after which answers are encoded; none is joined with every other text.
 _ANCHORS = ("", "\n", "a", "0", ".")
@@ -27,7 +27,7 @@ _ANCHORS = ("", "\n", "a", "0", ".")
 class _Record(NamedTuple):
     """One line of a file, as the texts of its answers."""
 
-    answers: list[Answer]
+    lists: list[list[Answer]]  # see `answers_of`
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
     read: list[Any]  # the parts of the line from which its tokens are made
@@ -44,7 +44,7 @@ def whole_source(path: str, cache: str | None) -> TextSource:
     found = files_to_read(files, ["text", *RECORD_KEYS], Counts(lambda _: None))
     rows = (row for item in found for _, row in item.rows(lambda _: None))
     first = next(rows, None)
-    is_record = isinstance(first, dict) and "text" not in first and {*RECORD_KEYS} & first.keys()
+    is_record = first is not None and "text" not in first and {*RECORD_KEYS} & first.keys()
     return (RecordSource if is_record else TextSource)(path, cache=cache, option=option)
 
 
@@ -60,44 +60,70 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
         for from_template, group in groupby(batch, key=lambda record: record.from_template):
             alike = list(group)
             if from_template and tokenizer.end_of_answer is None:
-                counts["endless"] += sum(len(record.answers) for record in alike)
-            answers = (answer for record in alike for answer in record.answers)
-            texts = [text for answer in answers for text in (answer.before, "".join(answer))]
+                counts["endless"] += sum(len(answers) for record in alike for answers in record.lists)
+            texts = [
+                text for record in alike for answers in record.lists for text in _texts(answers, tokenizer)
+            ]
             encoded = iter(tokenizer.encode_batch(texts, from_template))
             for record in alike:
-                pairs = [(next(encoded), next(encoded)) for _ in record.answers]
-                learnt = _encode(record, pairs, tokenizer, counts)
+                learnt = [
+                    sequence
+                    for answers in record.lists
+                    for sequence in _encode(answers, encoded, from_template, tokenizer, counts)
+                ]
                 counts["records"] += 1
+                counts["empty_answers"] += record.empty
                 counts["learnt_apart"] += len(learnt) - 1
                 for place, (tokens, answer) in enumerate(learnt, 1):
                     yield Sequence(tokens, place == len(learnt), answer)
 
 
+def _texts(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield three texts of each answer, from a special token on: what is known, also before it, also the answer.
+
+    So a long conversation is not encoded again for each of its answers.
+    """
+    known = ""
+    for before, answer in answers:
+        yield from (known, known + before, known + before + answer)
+        known = tokenizer.from_last_border(known + before + answer)
+
+
 def _encode(
-    record: _Record, encoded: list[tuple[np.ndarray, np.ndarray]], tokenizer: Tokenizer, counts: Counts
+    answers: list[Answer],
+    encoded: Iterator[np.ndarray],
+    from_template: bool,
+    tokenizer: Tokenizer,
+    counts: Counts,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return what is learnt of a line: tokens, and whether each belongs to an answer.
+    """Return what is learnt of answers: tokens, and whether each belongs to an answer.
 
     Each answer follows the tokens that generation reads before it. A later answer needs a sequence of its own if
     its prompt does not begin with the tokens of the answers before it.
 
     Args:
-        encoded: the tokens of the text before each answer, and of the text up to its end.
+        encoded: the tokens of what `_texts` yields of them.
     """
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    for text, (prompt, whole) in zip(record.answers, encoded, strict=True):
-        before, tokens = _apart(prompt, whole, text.text, tokenizer, record.from_template)
-        counts["joined"] += before is not prompt
+    earlier = whole = tokenizer.encode("")
+    for answer in answers:
+        known, prompt, whole_before = next(encoded), next(encoded), whole
+        whole = next(encoded)
+        apart = len(whole_before) - len(known)
+        assert np.array_equal(whole_before[apart:], known), "a special token ends what is before it"
+        earlier = np.append(earlier, whole_before[:apart])
+        begin, tokens = _apart(prompt, whole, answer.text, tokenizer, from_template)
+        counts["joined"] += begin is not prompt
         end = tokenizer.end_of_document  # which a completion may spell out
-        if not record.from_template and tokens[-1:].tolist() != [end]:
+        if not from_template and tokens[-1:].tolist() != [end]:
             tokens = np.append(tokens, end)
-        answer = np.repeat([False, True], [len(before), len(tokens)])
+        before = np.append(earlier, begin)
+        learnt = np.repeat([False, True], [len(before), len(tokens)])
         if found and _begins_with(before, found[-1][0]):
-            _, learnt = found.pop()
-            answer[: len(learnt)] = learnt
-        found.append((np.append(before, tokens).astype(prompt.dtype), answer))
-    counts["empty_answers"] += record.empty
-    return [_with_beginning(tokens, answer, tokenizer) for tokens, answer in found]
+            _, learnt_before = found.pop()
+            learnt[: len(learnt_before)] = learnt_before
+        found.append((np.append(before, tokens).astype(prompt.dtype), learnt))
+    return [_with_beginning(tokens, learnt, tokenizer) for tokens, learnt in found]
 
 
 def _with_beginning(
@@ -150,7 +176,6 @@ def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record
             check_whole_characters(json.dumps(record.read, ensure_ascii=False, default=str))
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        counts.records[item.name] += 1
         counts.roles.update(role for role in record.roles if role not in ROLES)
         strings = [*_strings(record.read)]
         counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
@@ -173,38 +198,40 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(held)
 
 
-def _record_of(row: Any, template: ChatTemplate) -> _Record:
+def _record_of(row: dict[str, Any], template: ChatTemplate) -> _Record:
     match row:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
+        case {"completion": _, "label": bool()}:
+            raise UserError(
+                '"label" says whether the completion is wanted, and every completion would be learnt; leave out '
+                "the rows of unwanted ones, and the key"
+            )
         case {"messages": [_, *_] as messages}:
-            for key in ("prompt", "completion"):
-                if key in row and not _is_among(row[key], messages):
-                    raise UserError(f'has "messages" and a "{key}" that is not among them; leave out either')
+            read = ["messages", "tools"]
         case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
-            messages = [*map(_without_loss, prompt), *completion]
+            messages, read = [*map(_without_loss, prompt), *completion], ["prompt", "completion", "tools"]
         case {"prompt": str(), "completion": str()}:
-            messages = []
+            messages, read = [], ["prompt", "completion"]
         case _:
             raise UserError(
-                f"{json.dumps(row, default=str)[:60]} is no record, which is an object with "
-                '"messages", a list of objects with "role" and "content", or with "prompt" and "completion", both '
-                "text or both lists of messages"
+                f"{json.dumps(row, default=str)[:60]} (keys: {', '.join(row)}) is no record, which is an object "
+                'with "messages", a list of objects with "role" and "content", or with "prompt" and "completion", '
+                "both text or both lists of messages"
             )
-    for key in _UNREAD if messages else (*_UNREAD, "tools"):
-        if row.get(key):
-            read = 'messages and "tools"' if messages else "prompt and completion"
-            raise UserError(f'"{key}" is no part of the text; {read} are')
+    for key in _READ:
+        if row.get(key) and key not in read and not _is_among(row[key], messages):
+            raise UserError(f'"{key}" is no part of the text, which {" and ".join(read)} are; leave it out')
     if messages:
-        answers, empty = answers_of(messages, row.get("tools"), template)
+        lists, empty = answers_of(messages, row.get("tools"), template)
         roles = [message["role"] for message in messages]
-        return _Record(answers, empty, True, [messages, row.get("tools")], roles)
+        return _Record(lists, empty, True, [messages, row.get("tools")], roles)
     answer = Answer(row["prompt"], row["completion"])
-    return _Record([answer], int(not answer.text.strip()), False, [*answer])
+    return _Record([[answer]], int(not answer.text.strip()), False, [*answer])
 
 
 def _is_among(value: Any, messages: list[Any]) -> bool:
-    """Return whether a prompt or a completion, text or messages, says what some of the messages say."""
+    """Return whether a value, text or messages, says what some of the messages say."""
     if isinstance(value, list):
         return all(message in messages for message in value)
     return any(isinstance(message, dict) and message.get("content") == value for message in messages)

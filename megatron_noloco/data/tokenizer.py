@@ -60,6 +60,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str], from_template: bool = False) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
+    def from_last_border(self, text: str) -> str:
+        return text
+
     def count_special(self, text: str) -> int:
         return 0
 

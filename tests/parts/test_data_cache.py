@@ -1,7 +1,6 @@
 """The cache of datasets: made once, whole or not at all, anew when a file or a setting changes."""
 
 import fcntl
-import gzip
 import os
 import threading
 from pathlib import Path
@@ -48,14 +47,6 @@ def count_makings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cache, "_made", count)
     return made_now
-
-
-def test_binary_file_among_compressed_texts_is_counted(tmp_path: Path) -> None:
-    (folder := tmp_path / "text").mkdir()
-    (folder / "a.txt.gz").write_bytes(gzip.compress(b"the text\n" * 9))
-    (folder / "b.txt.gz").write_bytes(gzip.compress(bytes(range(256)) * 9))
-    facts = corpus_of(source_of(folder), BYTES).make().facts
-    assert facts["notes"] == "; left out: 1 file not in UTF-8 (b.txt.gz)"
 
 
 def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

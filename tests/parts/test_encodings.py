@@ -15,7 +15,6 @@ from tests.kit.ranks import refusal_of
 BYTES = ByteTokenizer()
 RECORD = json.dumps({"prompt": "a", "completion": "b"})
 CONFIG = json.dumps(SMALLEST | {"data": {"text": "a.txt", "split": "1,0,0"}, "evaluation": {"iters": 0}})
-UTF_16 = ["utf-16", "utf-16-le", "utf-16-be", "utf-32"]
 
 
 def written(path: Path, text: str, encoding: str) -> Path:
@@ -38,33 +37,10 @@ def test_a_byte_order_mark_is_no_part_of_what_is_read(tmp_path: Path) -> None:
     assert load_config(written(tmp_path / "run.json", CONFIG, "utf-8-sig")).data.text == "a.txt"
 
 
-@pytest.mark.parametrize("encoding", UTF_16)
-def test_another_encoding_is_named_in_one_line(encoding: str, tmp_path: Path) -> None:
-    line = f"not UTF-8 text: it begins as {encoding[:6].upper()}.* does .iconv -f "
-    text = written(tmp_path / "a.txt", "Text\n", encoding)
-    records = written(tmp_path / "a.jsonl", RECORD + "\n", encoding)
-    doors = {
-        f"{text}: {line}": [lambda: read_text(text), lambda: run(tmp_path, [text])],
-        f"{records}, line 1: {line}": [
-            lambda: load_records(str(records), BYTES),
-            lambda: run(tmp_path, [records]),
-        ],
-    }
-    for said, calls in doors.items():
-        for call in calls:
-            with pytest.raises(ValueError, match=f"^{said}"):
-                call()
-    refusal = refusal_of("config", "--check", written(tmp_path / "run.json", CONFIG, encoding))
-    assert f"run.json: not UTF-8 text: it begins as {encoding[:6].upper()}" in refusal
-
-
-@pytest.mark.parametrize("encoding", UTF_16)
-def test_in_a_folder_another_encoding_is_left_out_and_counted(encoding: str, tmp_path: Path) -> None:
-    written(tmp_path / "a.txt", "Text\n", "utf-8")
-    written(tmp_path / "b.txt", "Text\n", encoding)
-    corpus = load_text(str(tmp_path), "1", BYTES)
-    assert corpus.files == 1
-    assert "1 file not in UTF-8 (b.txt)" in corpus.notes
+def test_a_config_in_another_encoding_is_one_line(tmp_path: Path) -> None:
+    """As texts and rows: tests/golden/data_lines.txt."""
+    refusal = refusal_of("config", "--check", written(tmp_path / "run.json", CONFIG, "utf-16"))
+    assert "run.json: not UTF-8 text: it begins as UTF-16" in refusal
 
 
 @pytest.mark.parametrize("name", ["a.JSONL", "a.jsonl.GZ", "a.Jsonl.Zst"])

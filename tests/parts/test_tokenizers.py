@@ -135,8 +135,8 @@ class TestSpecialTokens:
         assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
             SPELLED * 400 if split else "Say  to end,  and  too.\n" * 400
         )
-        how = "read as text" if split else "read as these tokens, not as text"
-        assert f"; special tokens spelled out: 1200, {how};" in datasets.summary
+        how = "text (split_special_tokens false: as tokens)" if split else "these tokens, not as text"
+        assert f"; special tokens spelled out: 1200, read as {how};" in datasets.summary
 
     @pytest.mark.parametrize(
         ("options", "ends", "how"), [([], 1, "text"), (["--no-split-special-tokens"], 3, "these tokens")]
@@ -161,7 +161,7 @@ class TestSpecialTokens:
         assert [record.tokens.tolist().count(END) for record in records] == [0, 1]
         summary = datasets_of(RecordSource(file, HALVES, packed=True), tmp_path / "tok").summary
         assert summary.endswith(
-            "; special tokens spelled out: 1, read as text"
+            "; special tokens spelled out: 1, read as text (split_special_tokens false: as tokens)"
             "; special tokens spelled out: 1, read as these tokens, not as text"
         )
 

@@ -6,6 +6,7 @@ import lzma
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from tests.kit.chats import ANSWER, ASKED, CALLS, TEMPLATE, called, chat_tokenizer, write
+from tests.kit.chats import ANSWER, ASKED, CALLS, TEMPLATE, chat_tokenizer, write
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import LFS_POINTER, load_records, write_dataset
 from tests.kit.golden import check
@@ -59,6 +60,10 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("latin.txt.gz", gzip.compress(b"caf\xe9"), ()),
     ("cut.txt", "text é".encode()[:-1], ()),
     ("empty.txt", b"", ()),
+    ("utf-16.txt", "text\n".encode("utf-16"), ()),
+    ("utf-16-le.jsonl", '{"text": "x"}\n'.encode("utf-16-le"), ()),
+    ("utf-16-be.txt", "text\n".encode("utf-16-be"), ()),
+    ("utf-32.jsonl", '{"text": "x"}\n'.encode("utf-32"), ()),
     # formats
     ("text.txt.xz", lzma.compress(b"text"), ()),
     ("rows.csv", b"text,label\none,1\n", ()),
@@ -130,6 +135,9 @@ WRONG_RECORDS: list[tuple[str, Any]] = [
     ("strict", {"conversations": [{"from": "human"}]}),
     ("strict", {"prompt": [ASKED], "completion": "a"}),
     ("strict", {"messages": []}),
+    ("strict", {"question": "a text that fills the line, with the next ones, to its end", "answer": "b"}),
+    ("strict", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ("strict", {"prompt": "a", "completion": "b", "label": True}),
     ("strict", [ASKED, ANSWER]),
     ("strict", chat(ANSWER, functions=[{"name": "f"}])),
     ("strict", chat(ANSWER, system="a")),
@@ -144,14 +152,11 @@ WRONG_RECORDS: list[tuple[str, Any]] = [
     ("strict", {"messages": ["hello"]}),
     ("strict", {"messages": [{"from": "human", "value": "a"}]}),
     ("strict", chat()),
-    ("strict", {"messages": [{"role": "user", "content": None}, ANSWER]}),
     ("strict", {"messages": [ANSWER]}),
     ("strict", chat({**ANSWER, "role": "refused"}, ANSWER)),
-    ("strict", chat({"role": "assistant", "text": "a"})),
+    ("strict", chat({"role": "assistant", "text": "three"})),
     ("strict", chat({**ANSWER, "thoughts": "a"})),
     ("strict", chat({**ANSWER, "tool_calls": [1]})),
-    ("strict", chat({"role": "assistant", "text": None})),
-    ("strict", chat({"role": "assistant", "content": []})),
     ("strict", chat({"role": "assistant", "content": 0})),
     ("strict", chat({"role": "assistant", "content": {"a": 1}})),
     ("strict", chat({"role": "assistant", "content": IMAGE})),
@@ -166,12 +171,8 @@ WRONG_RECORDS: list[tuple[str, Any]] = [
     ("changing", {"messages": [{**ASKED, "content": "Two"}, {**ANSWER, "content": "two"}]}),
     ("twice", chat(ANSWER, ANSWER)),
     # tools and their calls
-    ("tools", chat(ANSWER, tools="[1]")),
     ("strict", chat(ANSWER, tools=[{"name": "f"}])),
     ("tools of messages", chat(ANSWER, tools=[{"name": "f"}])),
-    ("tools", {"messages": called("city: Ulm")}),
-    ("tools", {"messages": called('"city"')}),
-    ("tools", {"messages": called([1])}),
 ]
 
 
@@ -195,32 +196,42 @@ def test_each_record_is_one_line(tmp_path: Path) -> None:
     check("record_lines", cases())
 
 
-WRONG_PREFIXES: list[dict[str, Any]] = [
-    {"data_path": "nowhere"},
-    {"data_path": "corpus"},
-    {"data_path": "corpus_text_document.bin"},
-    {"data_path": "texts"},
-    {"data_path": "text.txt"},
-    {"data_path": ["corpus_text_document", "0.3"]},
-    {"data_path": "0.3 corpus_text_document"},
-    {"text": "corpus_text_document"},
+# The block `data`, and what the run needs.
+WRONG_DATASETS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # prefixes
+    ({"data_path": "nowhere"}, {}),
+    ({"data_path": "corpus"}, {}),
+    ({"data_path": "corpus_text_document.bin"}, {}),
+    ({"data_path": "texts"}, {}),
+    ({"data_path": "text.txt"}, {}),
+    ({"data_path": ["corpus_text_document", "0.3"]}, {}),
+    ({"data_path": "0.3 corpus_text_document"}, {}),
+    ({"text": "corpus_text_document"}, {}),
+    # sizes and tokens
+    ({"data_path": "corpus_text_document", "split": "1,1"}, {"global_batch": 48}),
+    ({"data_path": "corpus_text_document", "split": "999,1"}, {}),
+    ({"data_path": "corpus_text_document", "split": "8,1"}, {"vocab_size": 3}),
+    ({"data_path": ["1", "corpus_text_document", "1", "./corpus_text_document"], "split": "8,1"}, {}),
 ]
 
 
-def test_each_prefix_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says what may be meant: tests/golden/prefix_lines.txt."""
+def test_each_dataset_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says what may be meant: tests/golden/dataset_lines.txt."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "text.txt").write_text("text")
     write_dataset(tmp_path / "corpus_text_document", [[1, 2, 3]] * 9)
 
     def cases() -> Iterator[tuple[str, str]]:
-        for given in WRONG_PREFIXES:
+        for given, needed in WRONG_DATASETS:
+            needs = replace(Needs(257, 4), **needed)
             with pytest.raises(UserError) as caught:
-                open_data(RunConfig(**SMALLEST | {"data": given}).data.source, ByteTokenizer(), Needs(257, 4))
-            yield json.dumps(given), str(caught.value).replace(str(tmp_path), "FOLDER")
+                open_data(RunConfig(**SMALLEST | {"data": given}).data.source, ByteTokenizer(), needs)
+            line = str(caught.value).replace(str(tmp_path), "FOLDER")
+            assert "\n" not in line
+            yield json.dumps(given | needed), line
 
-    check("prefix_lines", cases())
+    check("dataset_lines", cases())
 
 
 @pytest.mark.skipif(not Path("/usr/bin/zstd").exists(), reason="needs zstd")
@@ -248,10 +259,11 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file of "
-        "JSON whose first line is no object with text (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, "
-        "write the rows as JSON lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files "
-        "(f.bin), 1 file of JSON lines whose names do not end with .jsonl (g.txt)"
+        "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file "
+        "of JSON whose first line is no object with text, `data preprocess --json-keys` takes another "
+        "(c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, write the rows as JSON lines or Parquet "
+        "(e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.bin), 1 file of JSON lines whose "
+        "names do not end with .jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
