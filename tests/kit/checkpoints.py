@@ -82,37 +82,22 @@ def edit_configs(folder: Path, block: str, **fields: Any) -> None:
         path.write_text(json.dumps(manifest))
 
 
-Damage = tuple[Callable[[Path], Any], str, str]  # what is done, the file or folder named, and the reason
-DAMAGES: dict[str, Damage] = {
-    "truncated file": (lambda folder: edit(folder / TENSORS, lambda c: c[:-7]), TENSORS, "bytes instead of"),
-    "flipped bit": (lambda folder: flip_a_bit(folder / TENSORS), TENSORS, "checksum does not match its"),
-    "missing file": (lambda folder: (folder / TENSORS).unlink(), TENSORS, "No such file"),
-    "missing replica folder": (
-        lambda folder: shutil.rmtree(folder / "replica_01"), "replica_01/stage_00_dp_00_tp_00.json", "No such"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated file": lambda folder: edit(folder / TENSORS, lambda content: content[:-7]),
+    "flipped bit": lambda folder: flip_a_bit(folder / TENSORS),
+    "missing file": lambda folder: (folder / TENSORS).unlink(),
+    "missing replica folder": lambda folder: shutil.rmtree(folder / "replica_01"),
+    "missing manifest": lambda folder: (folder / MANIFEST).unlink(),
+    "half-written step": lambda folder: [path.unlink() for path in folder.rglob("*.json")],
+    "manifest cut short": lambda folder: edit(folder / MANIFEST, lambda content: content[:20]),
+    "manifest that is no text": lambda folder: edit(folder / MANIFEST, lambda _: b"\xff\x00"),
+    "manifest without its numbers": lambda folder: edit_manifest(folder, {"counters": None}),
+    "manifest of another rank": lambda folder: shutil.copy(
+        folder / MANIFEST.replace("stage_01", "stage_00"), folder / MANIFEST
     ),
-    "missing manifest": (lambda folder: (folder / MANIFEST).unlink(), MANIFEST, "No such file"),
-    "half-written step": (
-        lambda folder: [path.unlink() for path in folder.rglob("*.json")], "", "no manifest; it was never comp"
-    ),
-    "manifest cut short": (
-        lambda folder: edit(folder / MANIFEST, lambda c: c[:20]), MANIFEST, "not a manifest"
-    ),
-    "manifest that is no text": (
-        lambda folder: edit(folder / MANIFEST, lambda _: b"\xff\x00"), MANIFEST, "not a manifest"
-    ),
-    "manifest without its numbers": (
-        lambda folder: edit_manifest(folder, {"counters": None}), MANIFEST, "not a manifest"
-    ),
-    "manifest of another rank": (
-        lambda folder: shutil.copy(folder / MANIFEST.replace("stage_01", "stage_00"), folder / MANIFEST),
-        "",
-        "belong together",
-    ),
-    "manifest of another step": (lambda folder: edit_manifest(folder, {"step": 9}), "", "belong together"),
-    "manifest of a later format": (
-        lambda folder: edit_manifest(folder, {"format": 99}), MANIFEST, "another version"
-    ),
-}  # fmt: skip
+    "manifest of another step": lambda folder: edit_manifest(folder, {"step": 9}),
+    "manifest of a later format": lambda folder: edit_manifest(folder, {"format": 99}),
+}
 
 
 def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
