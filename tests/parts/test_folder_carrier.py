@@ -376,7 +376,7 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
-def test_who_leaves_when_all_is_removed_blames_no_other_program(join_here: Federation, folder: Path) -> None:
+def test_who_leaves_when_all_is_removed_blames_nobody(join_here: Federation, folder: Path) -> None:
     a, b = join_here.of(2)
     for mesh in (a, b):
         mesh.publish({"phase": "left"})

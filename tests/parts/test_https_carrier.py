@@ -518,7 +518,7 @@ class Router:
                     return
 
 
-def test_connections_that_a_router_has_forgotten_are_left_at_once(
+def test_connections_that_a_router_forgot_are_left_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request over one of them would wait ten seconds for its answer."""

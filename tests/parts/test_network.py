@@ -277,7 +277,7 @@ def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -
         assert (one.status.addresses, one.hidden()) == ([], set())
 
 
-def test_what_is_awaited_comes_through_the_folder_when_https_is_gone(tmp_path: Path) -> None:
+def test_what_is_awaited_comes_by_folder_when_https_is_gone(tmp_path: Path) -> None:
     with closing(through(tmp_path).open(0)) as one, closing(through(tmp_path).open(1)) as other:
         https, _ = other.mesh.carriers
         until(lambda: https.reaches(one.mesh.me))

@@ -340,7 +340,7 @@ def test_who_comes_when_all_have_their_mean_is_told_so() -> None:
     assert found[2].is_late or found[2].mean == 4.0
 
 
-def test_who_comes_when_all_have_left_with_their_mean_makes_none_alone() -> None:
+def test_who_comes_when_all_left_makes_no_mean_alone() -> None:
     """As a machine that was suspended: the run has a model already."""
     world = World()
     members = [members_of(world, slot) for slot in range(3)]

@@ -144,7 +144,7 @@ def test_a_cut_line_is_waited_for_and_nothing_starts_over(seconds: float, piece:
 
 
 @pytest.mark.parametrize(("fault", "seconds"), [("leaves", 15.0), ("is replaced", 30.0), ("is killed", 90.0)])
-def test_a_giver_that_is_gone_holds_its_taker_up_for_a_minute_at_most(fault: str, seconds: float) -> None:
+def test_a_giver_that_is_gone_holds_its_taker_a_minute(fault: str, seconds: float) -> None:
     """One that is killed may come back within a minute; one that leaves, or that was started again, does not."""
     faults = list[float]()
 
@@ -164,7 +164,7 @@ def test_a_giver_that_is_gone_holds_its_taker_up_for_a_minute_at_most(fault: str
     assert found.ended < faults[0] + seconds
 
 
-def test_a_taker_that_was_started_again_waits_for_no_copy_of_its_earlier_process() -> None:
+def test_a_restarted_taker_waits_for_no_earlier_copy() -> None:
     found = list[tuple[float, Outcome]]()
 
     def on_message(world: World, number: int, message: Message) -> None:

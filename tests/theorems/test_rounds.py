@@ -151,7 +151,7 @@ def test_a_partner_that_skips_the_round_is_not_waited_for() -> None:
     assert found.report.missed == "replica 1 has no part in this round"
 
 
-def test_a_partner_that_has_withdrawn_its_vector_gave_the_round_up() -> None:
+def test_a_partner_that_withdraws_its_vector_gave_up() -> None:
     """Its word may come later than the refusal of a bucket."""
 
     def body(slot: int, replica: Replica) -> Any:
