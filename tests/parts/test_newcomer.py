@@ -361,7 +361,7 @@ def test_a_new_key_ends_all_invitations(place: Place) -> None:
     place.keys = Keys.make(place.key_file)
     with (
         running(place, 0) as address,
-        pytest.raises(UserError, match=f"the process at {address} has another key"),
+        pytest.raises(UserError, match=f"the process at {address} is another program, has another key"),
     ):
         visit(Keys.read(Path("member.pem")).identity(1), place.run, [address])
 
