@@ -297,8 +297,7 @@ class FolderCarrier(Carrier):
         try:
             self._give(taker, name, wish.result())
         except RefusedError as error:
-            reason = _REASON + str(error).encode()[:_MOST_REASON_BYTES]
-            self._folder.submit(partial(self._write, taker, name, reason))
+            self._folder.submit(partial(self._write, taker, name, _reason(error)))
         except CancelledError:
             pass
 
@@ -313,9 +312,11 @@ class FolderCarrier(Carrier):
 
         def write() -> None:
             try:
-                self._write(taker, name, _PIECE + piece.read())
-            except RefusedError:  # it was withdrawn
-                pass
+                content = _PIECE + piece.read()
+            except RefusedError as error:  # it was withdrawn, and may be waited for
+                content = _reason(error)
+            try:
+                self._write(taker, name, content)
             finally:
                 self._writing.discard((taker, name))
 
@@ -353,3 +354,8 @@ class FolderCarrier(Carrier):
 
     def _place_of_wish(self, giver: Member, taker: Member) -> str:
         return f"{self._folder.run}\n{giver}\n{taker}\nwish"
+
+
+def _reason(error: RefusedError) -> bytes:
+    """Return the content of a file that says why a piece never comes."""
+    return _REASON + str(error).encode()[:_MOST_REASON_BYTES]

@@ -237,6 +237,24 @@ def test_a_withdrawn_piece_is_refused(join_here: Federation) -> None:
         b.fetch(a.me, "of c", SECONDS)
 
 
+def test_a_piece_withdrawn_before_it_is_written_is_refused(
+    join_here: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last piece of a state, which the taker need not read."""
+    monkeypatch.setattr(folder_carrier, "_REPEAT_SECONDS", 1000.0)
+    a, b = join_here.of(2)
+    asked, tasks = b.begin(a.me, "last"), list[Callable[[], object]]()
+    until(lambda: a.offers.takers("last"))
+    with monkeypatch.context() as busy:
+        busy.setattr(carrier_of(a)._folder, "submit", lambda task, is_bulk=False: tasks.append(task))
+        a.offer("last", b"")
+        a.withdraw("last")
+    for task in tasks:
+        task()
+    with pytest.raises(RefusedError, match="was withdrawn"):
+        result(b, asked)
+
+
 def test_a_long_name_is_asked_for_or_refused(join_here: Federation) -> None:
     a, b = join_here.of(2)
     a.offer("n" * 128, b"1")
