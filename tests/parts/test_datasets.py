@@ -357,6 +357,13 @@ class TestText:
         line = "also training data: 3 of 4 compared;"
         assert line in build(text=str(tmp_path), split="10,4").summary
 
+    def test_records_that_begin_alike_are_not_the_same(self, tmp_path: Path) -> None:
+        """As chats with the same tools do, whose lengths may be equal, too."""
+        records = [{"prompt": "the same tools" * 40, "completion": str(answer)} for answer in range(10)]
+        (path := tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+        data = build(seq_length=600, sft_data_path=str(path), split="7,3")
+        assert "also training data" not in data.summary
+
     def test_documents_without_an_end_are_told(self, tmp_path: Path) -> None:
         line = "; documents of {} have no end-of-document token (preprocess with --append-eod)"
         for ends in (True, False):
