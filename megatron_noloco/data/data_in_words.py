@@ -15,7 +15,7 @@ from megatron_noloco.plans.sample_order import slots_of
 
 SPLITS = ("training", "validation")
 _COMPARED = 1 << 10, 1 << 14  # sequences of validation, and of training, that are compared
-_COMPARED_TOKENS = 1 << 8  # of each, from its beginning
+_COMPARED_TOKENS = 1 << 7  # of each, at its beginning and at its end: chats with the same tools begin alike
 
 
 def made_in_words(
@@ -95,25 +95,26 @@ def epochs(training: Blend, needs: Needs) -> Iterator[str]:
 
 
 def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
-    """Yield how many sequences of validation are also of training, by their lengths and first tokens.
+    """Yield how many sequences of validation are also of training, by their lengths, first and last tokens.
 
     Of large datasets some are compared.
     """
-    evaluated = list(_beginnings(validation, _COMPARED[0]))
-    trained = set(_beginnings(training, _COMPARED[1]))
-    if twice := sum(beginning in trained for beginning in evaluated):
+    evaluated = list(_ends_of(validation, _COMPARED[0]))
+    trained = set(_ends_of(training, _COMPARED[1]))
+    if twice := sum(ends in trained for ends in evaluated):
         yield (
             f"sequences of validation that are also training data: {twice} of {len(evaluated)} compared; the loss "
             "on them says nothing of other text"
         )
 
 
-def _beginnings(datasets: list[Dataset], most: int) -> Iterator[int]:
-    """Yield a hash of the length and the first tokens of up to `most` sequences of each dataset, evenly spread."""
+def _ends_of(datasets: list[Dataset], most: int) -> Iterator[int]:
+    """Yield a hash of length, first and last tokens of up to `most` sequences of each dataset, evenly spread."""
     for dataset in datasets:
         places = np.unique(np.linspace(0, dataset.sequences - 1, most, dtype=np.int64))
         begins = dataset.offsets[places] - dataset.offsets[:1]
         lengths = dataset.offsets[places + 1] - dataset.offsets[places]
         for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
-            first = dataset.tokens[begin : begin + min(length, _COMPARED_TOKENS)]
-            yield hash((length, first.astype(np.int32).tobytes()))
+            tokens = dataset.tokens[begin : begin + length]
+            ends = np.concatenate([tokens[:_COMPARED_TOKENS], tokens[-_COMPARED_TOKENS:]], dtype=np.int32)
+            yield hash((length, ends.tobytes()))

@@ -179,12 +179,7 @@ class TestIndexed:
                     door()
 
 
-def test_what_is_measured_on_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^--data: no file or folder at nowhere "):
-        open_whole("nowhere", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
-    line = r"^/bin/ls: not UTF-8 text: byte 0x[0-9a-f]{2} at offset [0-9]+$"
-    with pytest.raises(ValueError, match=line):
-        open_whole("/bin/ls", build_tokenizer(TokenizerChoice()), Needs(257, SEQ))
+def test_evaluation_takes_a_text_for_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "some text"}')
     samples, _ = open_whole(str(tmp_path / "a.jsonl"), ByteTokenizer(), Needs(257, SEQ))
     assert bytes(labels_of(samples)) == b"ome text"
@@ -356,6 +351,13 @@ class TestText:
             (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
         line = "also training data: 3 of 4 compared;"
         assert line in build(text=str(tmp_path), split="10,4").summary
+
+    def test_records_that_begin_alike_are_not_the_same(self, tmp_path: Path) -> None:
+        """As chats with the same tools do, whose lengths may be equal, too."""
+        records = [{"prompt": "the same tools" * 40, "completion": str(answer)} for answer in range(10)]
+        (path := tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+        data = build(seq_length=600, sft_data_path=str(path), split="7,3")
+        assert "also training data" not in data.summary
 
     def test_documents_without_an_end_are_told(self, tmp_path: Path) -> None:
         line = "; documents of {} have no end-of-document token (preprocess with --append-eod)"
