@@ -43,7 +43,7 @@ def _config(args: argparse.Namespace) -> int:
         with prefix_errors_with(args.check):
             _check(args.check, args.world_size, args.dry_run)
     else:
-        raise UserError("megatron_noloco config: give --explain, --schema or --check FILE")
+        raise UserError("config: give --explain, --schema or --check FILE")
     return 0
 
 

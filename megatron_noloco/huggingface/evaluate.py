@@ -101,8 +101,13 @@ def _mean_loss(
         )
         for labels, numbers in zip(microbatch.labels.numpy(), documents.numpy(), strict=True):
             for piece in np.split(labels, np.flatnonzero(np.diff(numbers)) + 1):
-                text += len(tokenizer.decode(piece[piece >= 0]).encode())
+                text += _bytes_of(tokenizer.decode(piece[piece >= 0]))
     return total / tokens, tokens, text / tokens
+
+
+def _bytes_of(text: str) -> int:
+    """Return the bytes of decoded tokens; U+FFFD is a byte of a character that the border of two samples cuts."""
+    return len(text.encode()) - 2 * text.count("\ufffd")
 
 
 def open_weights(

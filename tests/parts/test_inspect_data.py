@@ -102,6 +102,11 @@ class TestEvaluate:
             losses.append(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="none"))
         loss = torch.cat(losses).mean()
         assert perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
+        bits_per_byte = float(line.split("perplexity ")[1].split()[1])
+        text_bytes = len(text.encode()) - len(tokenizer.decode(ids[:1]))  # the first token has no loss
+        assert bits_per_byte == pytest.approx(
+            float(loss) * (len(ids) - 1) / math.log(2) / text_bytes, abs=1e-3
+        )
         assert f"({len(ids) - 1} tokens)" in line
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A run on a blend, documents told apart: `evaluate` finds what it logged, transformers the same in its export."""
+"""A run on a blend, documents told apart: `evaluate` finds what it logged."""
 
 import json
 import math
@@ -92,28 +92,3 @@ def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
     start = "each of 2 replicas (equal weights) on the validation split"
     assert all(line.startswith(start) for line in lines if " on the blend of " not in line)
     assert 3 * found == pytest.approx(logged, abs=2e-4)
-
-
-@pytest.mark.slow
-def test_exported_perplexity_equals_transformers(run: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    exported = run.parent / "exported"
-    run_command("export", str(run), "--output", str(exported))
-    data = run.parent / "text.txt"
-    text = "two three four five six seven\n" * 20
-    data.write_text(text)
-    line = run_command("evaluate", str(run), "--data", str(data))[-1]  # the mean model's
-    perplexity = float(line.split("perplexity ")[1].split(",")[0])
-    tokenizer = AutoTokenizer.from_pretrained(exported)
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
-    model, loss = AutoModelForCausalLM.from_pretrained(exported), 0.0
-    with torch.no_grad():
-        for start in range(0, len(ids) - 1, 16):
-            piece = ids[start : start + 17]
-            logits = model(piece[None, :-1]).logits[0].double()
-            loss += float(torch.nn.functional.cross_entropy(logits, piece[1:], reduction="sum"))
-    assert perplexity == pytest.approx(math.exp(loss / (len(ids) - 1)), rel=1e-4)
-    bits_per_byte = float(line.split("perplexity ")[1].split()[1])
-    text_bytes = len(tokenizer.decode(ids[1:]))
-    assert bits_per_byte == pytest.approx(loss / math.log(2) / text_bytes, abs=1e-3)
