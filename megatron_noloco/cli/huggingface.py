@@ -180,11 +180,14 @@ def _import(args: argparse.Namespace) -> int:
     if config.data != template.data and isinstance(config.data.source, IndexedSource):
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
     say(*lines, f"{output}: starts from {args.folder}")
+    file = shlex.quote(str(output))
     if args.rendezvous is not None:
         say(
-            f"Start it with: megatron-noloco train {shlex.quote(str(output))} --replica 0",
-            f"Then, for each further machine: megatron-noloco invite {shlex.quote(str(output))}",
+            f"Start it with: megatron-noloco train {file} --replica 0",
+            f"Then, for each further machine: megatron-noloco invite {file}",
         )
+    elif not federation.exists:
+        say(f"Start it with: launch/mpirun.sh N {file}, for N ranks")
     return 0
 
 

@@ -178,7 +178,7 @@ class FederationPeers:
 
     def summary(self, met: int, rounds: int) -> str:
         if rounds and not met:
-            return f"none of this job's {rounds} rounds had a partner: it trained alone"
+            return f"none of this job's {rounds} rounds had a partner"
         return f"{met} of this job's {rounds} rounds had a partner" if rounds else ""
 
     def close(self, at_once: bool) -> None:

@@ -395,7 +395,9 @@ def test_import_takes_the_sizes_that_the_config_lacks(tmp_path: Path) -> None:
     sizes = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length")
     without = {name: value for name, value in SMALLEST["model"].items() if name not in sizes}
     (command, output) = import_of(folder, {"model": without})
-    assert "model.seq_length: 32 tokens, which is the model's own context" in output_of(*command)
+    lines = output_of(*command)
+    assert "model.seq_length: 32 tokens, which is the model's own context" in lines
+    assert lines.splitlines()[-1] == f"Start it with: launch/mpirun.sh N {output}, for N ranks"
     given = json.loads(output.read_text())["model"]
     assert {name: given[name] for name in sizes} == {name: getattr(model, name) for name in sizes}
 
