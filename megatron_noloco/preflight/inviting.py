@@ -20,6 +20,7 @@ from megatron_noloco.preflight.invitation import MOST_ADDRESSES, Invitation, can
 from megatron_noloco.preflight.newcomer import files_of, offered
 from megatron_noloco.settings import MOST_SLOTS, TCP
 
+_FIRST = 0  # slot of the machine that writes the config, which may not have started its job yet
 _LOOK_SECONDS = 6.0  # in which the signs of life of those that are there move twice
 
 
@@ -77,7 +78,7 @@ def invite(
         if slot in {member.slot for member in present}:
             raise UserError(f"invite: replica {slot} is running: stop it first, or leave out --slot")
         key_file, known = Path(str(config.federation.key_file)), {member.slot for member in statuses}
-        slot = reserve(key_file, slot, known, ends)
+        slot = reserve(key_file, slot, known | {_FIRST}, ends)
     except OSError as error:
         raise UserError(f"invite: {error}") from None
     needs, shared = offered(config)

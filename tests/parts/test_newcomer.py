@@ -259,7 +259,7 @@ def test_an_invitation_that_has_ended_is_named(place: Place) -> None:
 def test_jobs_that_share_a_folder_invite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether or not a job runs; the slot of a running job is not given away."""
+    """Whether or not a job runs. The slots of a running job and of the first machine are not given away."""
     monkeypatch.setattr(inviting, "_LOOK_SECONDS", 5.0)
     monkeypatch.chdir(tmp_path)
     shared = f"file://{tmp_path}/our run"
@@ -278,10 +278,10 @@ def test_jobs_that_share_a_folder_invite(
         assert Store.of(f"{shared}/{network.run:016x}/to").names() == [str(mesh.me)], "nothing is left over"
     finally:
         mesh.close()
-    first, second = (invitation_in(Path(f"invitation-{slot}.noloco").read_text()) for slot in (0, 2))
+    first, second = (invitation_in(Path(f"invitation-{slot}.noloco").read_text()) for slot in (1, 2))
     assert (first.folder, first.addresses) == (shared, [])
     assert second.addresses == ["10.0.0.1:5000"]
-    Path("invitation-0.noloco").rename("first.noloco")
+    Path("invitation-1.noloco").rename("first.noloco")
     capsys.readouterr()
     assert main(["join", "first.noloco", "--listen", "off", "--no-start"]) == 0
     lines = capsys.readouterr().out.splitlines()
