@@ -121,9 +121,10 @@ def test_flights_of_torch_use_their_threads_again_and_end_them() -> None:
 
 
 def test_harness_raises_the_first_failure_and_reaps_the_rest() -> None:
+    before = set(multiprocessing.active_children())  # of other tests
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed(.|\n)*no answer from rank 0"):
         run_ranks(2, _raise_on, 1)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_harness_enforces_its_timeout() -> None:
