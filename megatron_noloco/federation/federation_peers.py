@@ -120,11 +120,10 @@ class FederationPeers:
             if not mean.is_late:
                 seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
                 return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken, lines = self._final, tuple[str, ...]()
+        taken = self._final
         if taken is None:
             computed_by_rank_0(self._wait_for_final)
             taken = self._recover(done, ahead=0)
-            lines = (f" {taken} |",)
         seconds = time.perf_counter() - started
         if taken is None:
             return Average(
@@ -135,6 +134,9 @@ class FederationPeers:
         finals = computed_by_rank_0(self._finals)
         if self._membership.members is not None:
             self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
+        lines = (
+            () if taken is self._final else (f" {taken} |",)
+        )  # one that was taken at the start was named there
         return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
 
     def _finals(self) -> dict[int, str]:

@@ -57,7 +57,7 @@ from megatron_noloco.federation.mesh import (
 
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
-_AGAIN_SECONDS = 0.02
+_AGAIN_SECONDS = 0.02  # between two requests for a piece that is not offered yet
 _TICK_SECONDS = 0.25
 _ARRIVED_SECONDS = 1.0  # for the word that a piece has arrived
 _MOST_REFUSED_HOSTS = 8
@@ -337,7 +337,7 @@ class HttpsCarrier(Carrier):
             if found is not None:
                 self.mesh.receive(giver, fetch.name, found)
                 return
-            await asyncio.sleep(_AGAIN_SECONDS)  # a giver could say at once that it is not there yet
+            await asyncio.sleep(_AGAIN_SECONDS)  # a giver could answer at once
 
     def _begin_send(self, to: Member, name: str, piece: Piece) -> None:
         earlier, task = self._sends.pop((to, name), (piece, None))
