@@ -134,9 +134,8 @@ class FederationPeers:
         finals = computed_by_rank_0(self._finals)
         if self._membership.members is not None:
             self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
-        lines = (
-            () if taken is self._final else (f" {taken} |",)
-        )  # one that was taken at the start was named there
+        # A state that was taken at the start was named there.
+        lines = () if taken is self._final else (f" {taken} |",)
         return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
 
     def _finals(self) -> dict[int, str]:
