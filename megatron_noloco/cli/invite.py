@@ -76,6 +76,8 @@ def _invite(args: argparse.Namespace) -> int:
     keys = keys_of_inviter(config, args.config, args.slot, args.at)
     if args.file is not None and args.file.exists():
         raise UserError(f"invite: --file {args.file}: there is such a file already; give another")
+    if args.file is not None and not args.file.parent.is_dir():
+        raise UserError(f"invite: --file {args.file}: there is no folder {args.file.parent}")
     network, tokenizer = network_for(config), build_tokenizer(config.data.tokenizer)
     invitation = invite(config, keys, network, tokenizer, slot=args.slot, ends=ends, at=args.at)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))

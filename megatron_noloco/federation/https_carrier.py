@@ -19,6 +19,7 @@
 import asyncio
 import errno
 import socket
+import ssl
 import sys
 import threading
 import traceback
@@ -62,6 +63,7 @@ _TICK_SECONDS = 0.25
 _ARRIVED_SECONDS = 1.0  # for the word that a piece has arrived
 _MOST_REFUSED_HOSTS = 8
 _MOST_FAULTS = 8
+_EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
 _Task = asyncio.Task[None]
 
@@ -210,13 +212,13 @@ class HttpsCarrier(Carrier):
         links = [peer.link for peer in peers if peer.link is not None and not peer.signed.has_left]
         return own is None or all(link.own is own for link in links)
 
-    def _warn_of_stranger(self, host: str) -> None:
+    def _warn_of_stranger(self, host: str, error: ssl.SSLError) -> None:
         if host not in self._refused_hosts and len(self._refused_hosts) < _MOST_REFUSED_HOSTS:
             self._refused_hosts.add(host)
-            self.mesh.warn(
-                f"refused a connection from {host}: it shows no certificate of this federation, or is of "
-                "megatron_noloco 0.4 or earlier"
-            )
+            why = "it shows no certificate of this federation, or is of megatron_noloco 0.4 or earlier"
+            if getattr(error, "verify_code", None) == _EXPIRED:
+                why = "the time of its member file is over"
+            self.mesh.warn(f"refused a connection from {host}: {why}")
 
     # Members
 

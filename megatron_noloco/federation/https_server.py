@@ -112,14 +112,14 @@ class Server:
 
     Args:
         handle: answers a request.
-        refuse: is told the host of a process that shows no certificate of the federation.
+        refuse: is told the host of a process that shows no certificate of the federation that is good, and why.
     """
 
     def __init__(
         self,
         identity: Identity,
         handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        refuse: Callable[[str], object],
+        refuse: Callable[[str, ssl.SSLError], object],
     ) -> None:
         self.identity, self._refuse = identity, refuse
         self._manager = web.Server(handle, handler_cancellation=True)
@@ -173,8 +173,8 @@ class Server:
                     self._connect, accepted, ssl=self.identity.server
                 )
             is_member = sum(other.slot == connection.slot for other in self.connections) <= _MOST_OF_A_SLOT
-        except ssl.SSLError:
-            self._refuse(host)
+        except ssl.SSLError as error:
+            self._refuse(host, error)
         except (OSError, TimeoutError, ValueError):  # ValueError: a certificate of no slot
             pass
         finally:

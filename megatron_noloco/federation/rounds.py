@@ -300,7 +300,12 @@ class PairExchange:
         started, mesh = time.monotonic(), partners.members.mesh
         self.report.deadline_seconds = partners.seconds(partner)
         self._round.set_deadline(self.report.deadline_seconds)
-        mesh.wait(self._outcome.done)
+
+        def is_over() -> bool:
+            partners.members.check()
+            return self._outcome.done()
+
+        mesh.wait(is_over)
         outcome = self._outcome.result()
         self.report.wait_seconds += time.monotonic() - started
         partners.record(partner, outcome.wait_seconds)

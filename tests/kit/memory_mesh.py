@@ -171,9 +171,7 @@ class World:
         while self._threads:
             if self.failure is not None:
                 raise self.failure
-            able = [
-                one for one in self._waiting if one.until <= self.now or one.owner in self.dead or one.ready()
-            ]
+            able = [one for one in self._waiting if self._is_able(one)]
             due = bool(self._events) and self._events[0][0] <= self.now
             if able and not (due and self._random.random() < 0.5):
                 chosen = self._random.choice(able)
@@ -185,6 +183,13 @@ class World:
             else:
                 self.now = min(self._times())
                 assert self.now < 1e9, "all wait for ever"
+
+    def _is_able(self, one: _Waiting) -> bool:
+        """Return whether a thread can go on; one whose condition raises does, and raises it itself."""
+        try:
+            return one.until <= self.now or one.owner in self.dead or bool(one.ready())
+        except Exception:
+            return True
 
     def _times(self) -> list[float]:
         """Return when something may happen next."""
@@ -201,7 +206,7 @@ class MemoryCarrier(Carrier):
         self.hidden, self._world = hidden, world
         self.sending = set[tuple[Member, str]]()
 
-    failure = None
+    failure: BaseException | None = None
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -641,6 +642,25 @@ def test_a_process_without_the_key_is_refused_with_a_line(
         assert one.sees()
     finally:
         stranger.close()
+
+
+def test_a_member_file_whose_time_is_over_is_named(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.add(0)
+    (path := tmp_path / "member").write_text(world.keys.member_file(1, time.time() - 60))
+    with monkeypatch.context() as clock:
+        clock.setattr("megatron_noloco.federation.keys.time.time", lambda: 0.0)
+        late = Keys.read(path).identity(1)
+    host, port = one.address.split(":")
+    with (
+        socket.create_connection((host, int(port))) as plain,
+        late.client.wrap_socket(plain, server_hostname=host_name(0)) as connection,
+        suppress(ssl.SSLError, ConnectionError),
+    ):
+        connection.recv(1)
+    until(lambda: one.lines)
+    assert one.lines == ["refused a connection from 127.0.0.1: the time of its member file is over"]
 
 
 def test_why_nobody_answers_is_said_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,6 +220,7 @@ def test_an_invitation_that_cannot_be_is_one_line(place: Place, jobs: FakeJobs) 
     jobs.add(1, "10.0.0.1:5000")
     said = ((options, refusal_of("invite", place.path, *options.split())) for options in INVITE_WRONG)
     check("invite_lines", said)
+    assert not Path("key.invited").exists(), "no slot is given away"
 
 
 def test_jobs_without_a_port_cannot_invite(

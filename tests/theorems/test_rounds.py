@@ -118,6 +118,21 @@ def test_an_absent_partner_is_awaited_until_the_deadline() -> None:
     assert ends[1] - ends[0] == pytest.approx(30.0)
 
 
+def test_a_round_ends_at_once_where_a_carrier_has_failed() -> None:
+    def body(slot: int, replica: Replica) -> Any:
+        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
+        if slot == 1:
+            pause(mesh, 5.0)
+            world.carriers[Member(0, 1)].failure = ValueError("a bug")
+            return None
+        with pytest.raises(RuntimeError, match="has failed: ValueError"):
+            take_part(replica, vectors()[0], 0)
+        return mesh.clock()
+
+    world = World()
+    assert both(world, body)[0] < 6.0 < DEADLINE
+
+
 def test_a_partner_is_waited_for_as_long_as_it_took_lately() -> None:
     """The second replica begins 6 s after the first, then never: it is waited for twice as long."""
 
