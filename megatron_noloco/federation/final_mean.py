@@ -353,7 +353,6 @@ class _Leader:
             squared_norm: of the vector of this replica.
         """
         attempt, mesh, slot = self._attempt, self._mesh, self._members.slot
-        neighbours = [*attempt.children(slot), *({attempt.parents[slot]} - {_ROOT})]
         try:
             self._average(transfer, squared_norm)
             for child in attempt.children(slot):
@@ -372,8 +371,6 @@ class _Leader:
             return []
         finally:
             mesh.withdraw(attempt.base)
-            for neighbour in neighbours:
-                mesh.discard(attempt.members[neighbour], attempt.base)
         return list(attempt.members)
 
     def _average(self, transfer: Leader, squared_norm: float) -> None:

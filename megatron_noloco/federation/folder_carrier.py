@@ -53,7 +53,6 @@ from megatron_noloco.federation.mesh import (
     Mesh,
     Piece,
     RefusedError,
-    StalledError,
 )
 from megatron_noloco.federation.store import Store
 
@@ -62,6 +61,7 @@ _PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
 _MOST_WISH_BYTES = 128  # of a piece's name, so that the file's name has at most 255 characters
 _MOST_REASON_BYTES = 2**10
 _AGAIN_SECONDS = 1.0  # until a file that could not be used is tried again
+_EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
 _REPEAT_SECONDS = 8.0  # until a wish that has no answer is written again
 _LEAVE_SECONDS = 5.0  # for files under way, and then to leave
 
@@ -145,7 +145,7 @@ class FolderCarrier(Carrier):
     def ask(self, fetch: Fetch) -> None:
         giver, name = fetch.giver, fetch.name
         if (seal := self._seal_with(giver)) is None:
-            self.mesh.cancel(fetch, StalledError("is not there"))
+            fetch.carrier = None  # it is asked again once its giver is there
             return
         if len(name.encode()) > _MOST_WISH_BYTES:
             self.mesh.refuse(giver, name, "the name of the piece is too long")
@@ -153,7 +153,7 @@ class FolderCarrier(Carrier):
         file = self._file_of(seal, giver, self.mesh.me, name)
         with self._lock:
             watch = self._watches.setdefault(file, _Watch(giver, name, seal))
-            watch.wish_at = min(watch.wish_at, fetch.ask_at)
+            watch.wish_at = min(watch.wish_at, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
             watch.fetches.append(fetch)
         fetch.when_over.append(lambda: self._forget(file, fetch))
         if fetch.outcome is not None:

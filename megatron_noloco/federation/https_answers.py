@@ -180,6 +180,8 @@ class Answers:
             latest = self._links.peers.get(giver.slot)
             is_over = latest is not None and latest.member >= giver
             return _refusal(410 if is_over else 403, "no member that is there")
+        if not self._mesh.awaits(giver, name):
+            return _refusal(410, "nobody waits for it")
         if (reason := request.headers.get(REFUSED)) is not None:
             self._mesh.refuse(giver, name, unquote(reason))
             return web.Response()

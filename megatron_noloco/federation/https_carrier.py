@@ -60,7 +60,6 @@ _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
 _AGAIN_SECONDS = 0.02  # between two requests for a piece that is not offered yet
 _TICK_SECONDS = 0.25
-_ARRIVED_SECONDS = 1.0  # for the word that a piece has arrived
 _MOST_REFUSED_HOSTS = 8
 _MOST_FAULTS = 8
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
@@ -91,7 +90,6 @@ class HttpsCarrier(Carrier):
         self._is_open = threading.Event()
         self._tasks = set[_Task]()
         self._asks = dict[Fetch, _Task | None]()  # without a task: wishes, which the giver is told of
-        self._sends = dict[tuple[Member, str], tuple[Piece, _Task | None]]()
         self._refresh_is_due = self._is_closing = False
         self._refused_hosts = set[str]()
 
@@ -121,7 +119,7 @@ class HttpsCarrier(Carrier):
         self._soon(self._begin_ask, fetch)
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        self._soon(self._begin_send, to, name, piece)
+        """Do nothing: `to` has wished for it, or asks at once."""
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -189,10 +187,10 @@ class HttpsCarrier(Carrier):
             self.mesh.wake()
 
     async def _close(self) -> None:
-        """Give the last status, and pieces under way, a second to arrive, then end everything."""
+        """Give the last status a second to arrive, then end everything."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
-                while not self._is_told() or any(task is not None for _, task in self._sends.values()):
+                while not self._is_told():
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.05)  # what was written is sent
         own, self._is_closing = asyncio.current_task(), True
@@ -245,8 +243,6 @@ class HttpsCarrier(Carrier):
                     peer.dialling = self._spawn(self._dial(peer))
         for fetch in list(self._asks):
             self._begin_ask(fetch)
-        for (to, name), (piece, _) in list(self._sends.items()):
-            self._begin_send(to, name, piece)
 
     async def _dial(self, peer: Peer) -> None:
         """Open a link to a member, and hold it until it ends."""
@@ -341,24 +337,6 @@ class HttpsCarrier(Carrier):
                 return
             await asyncio.sleep(_AGAIN_SECONDS)  # a giver could answer at once
 
-    def _begin_send(self, to: Member, name: str, piece: Piece) -> None:
-        earlier, task = self._sends.pop((to, name), (piece, None))
-        peer, acts = self._links.peer_of(to), self._links.acts(to)
-        if task is not None and not (acts and earlier is piece):
-            task.cancel()
-            task = None
-        if peer is None or peer.signed.has_left or piece.is_withdrawn:
-            return
-        if acts and task is None:
-            task = self._spawn(self._send(peer, name, piece))
-        self._sends[to, name] = piece, task
-
-    async def _send(self, peer: Peer, name: str, piece: Piece) -> None:
-        with suppress(RefusedError):
-            await self._bring(peer, name, piece)
-        if self._sends.get((peer.member, name), (None, None))[0] is piece:
-            del self._sends[peer.member, name]
-
     async def _bring(self, peer: Peer, name: str, found: Piece | RefusedError) -> None:
         """Bring a piece, or why it never comes, until the member has it.
 
@@ -396,8 +374,7 @@ class HttpsCarrier(Carrier):
     def _wishes_of(self, giver: Member) -> dict[str, str]:
         """Return what a member is to bring, and is asked for."""
         wishes = [fetch for fetch, task in self._asks.items() if task is None and fetch.giver == giver]
-        now = self.mesh.clock()
-        return {str(fetch.number): fetch.name for fetch in wishes if now >= fetch.ask_at}
+        return {str(fetch.number): fetch.name for fetch in wishes}
 
     def _take_wishes(self, link: Link, wishes: Mapping[str, Any]) -> None:
         """Learn all that a member wants of this one."""
@@ -405,18 +382,14 @@ class HttpsCarrier(Carrier):
         wishes = dict(islice(wishes.items(), MOST_WISHES))
         for number in link.granting.keys() - wishes.keys():
             link.granting.pop(number).cancel()
-        for number in wishes.keys() - link.granting.keys():
-            if is_name(wishes[number]):
-                link.granting[number] = self._spawn(self._grant(link.peer, wishes[number]))
+        for number, name in wishes.items():
+            if number not in link.granting and is_name(name):
+                link.granting[number] = self._spawn(self._grant(link.peer, name))
 
     async def _grant(self, peer: Peer, name: str) -> None:
-        """Bring a piece; one that is on its way already, only if it is still wished for once it has arrived."""
+        """Bring a piece once it is offered, or why it never comes."""
         try:
             piece = await asyncio.wrap_future(self.mesh.offers.wish(name, peer.member))
-            _, sending = self._sends.get((peer.member, name), (None, None))
-            if sending is not None:
-                await asyncio.wait([sending])
-                await asyncio.sleep(_ARRIVED_SECONDS)
             await self._bring(peer, name, piece)
         except RefusedError as error:
             await self._bring(peer, name, error)

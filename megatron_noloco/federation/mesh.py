@@ -9,7 +9,7 @@ there is no connection to keep, no order of messages to agree on, and what is lo
 A *member* is one process: a slot, and an incarnation by which a restarted job is another member. Its *status* is
 what it publishes to all (`statuses`). A `Carrier` moves statuses and pieces: over HTTPS (`https_carrier`), through
 a folder or a bucket (`folder_carrier`), or in memory (tests). Everything else about pieces is here: what is
-offered (`Offers`), what has come (`Inbox`), and the one rule on when to give up (`Patience`).
+offered (`Offers`), what is awaited (`Fetch`), and the one rule on when to give up (`Patience`).
 
 Rounds, states, the final mean and newcomers are blocking code above `offer`, `fetch`, `members`, `publish`.
 """
@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -34,12 +34,9 @@ Value = TypeVar("Value")
 Blob = bytes | bytearray | memoryview
 
 PATIENCE_SECONDS = 10.0  # without a byte
-EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
 MOST_PIECE_BYTES = 2**26
 BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
 MOST_NAME_CHARACTERS = 160
-_MOST_INBOX_BYTES = 2**27  # of a giver
-_MOST_INBOX_PIECES = 1024
 MOST_WISHES = 256  # of a taker
 _ANOTHERS, _WITHDRAWN = "the piece is another member's", "the piece was withdrawn"
 _REMEMBERED = 512  # prefixes that were withdrawn
@@ -183,52 +180,22 @@ def _settle(wish: "Future[Piece]", found: "Piece | RefusedError") -> None:
         wish.set_result(found)
 
 
-class Inbox:
-    """Pieces that came before this member has fetched them. The oldest go when a giver sends too many."""
-
-    def __init__(self) -> None:
-        self._pieces = defaultdict[Member, dict[str, Blob]](dict)
-        self._discarded: deque[tuple[Member, str]] = deque(maxlen=_REMEMBERED)
-
-    def put(self, giver: Member, name: str, blob: Blob) -> None:
-        if any(giver == other and name.startswith(prefix) for other, prefix in self._discarded):
-            return
-        pieces = self._pieces[giver]
-        pieces.pop(name, None)  # the new one is the newest
-        pieces[name] = blob
-        while len(pieces) > _MOST_INBOX_PIECES or sum(map(len, pieces.values())) > _MOST_INBOX_BYTES:
-            del pieces[next(iter(pieces))]
-
-    def take(self, giver: Member, name: str) -> Blob | None:
-        return self._pieces[giver].pop(name, None)
-
-    def discard(self, giver: Member, prefix: str) -> None:
-        """Keep no piece of a giver whose name begins so, from now on."""
-        self._discarded.append((giver, prefix))
-        for name in [name for name in self._pieces[giver] if name.startswith(prefix)]:
-            del self._pieces[giver][name]
-
-    def forget(self, gone: Callable[[Member], bool]) -> None:
-        for giver in [giver for giver in self._pieces if gone(giver)]:
-            del self._pieces[giver]
-
-
 class Fetch:
     """A piece that was asked for.
 
     Attributes:
         outcome: what has come; None: nothing yet.
         carrier: that was asked last; None: none was yet.
-        ask_at: when to ask the giver, on the clock of the mesh; before, the giver may send the piece by itself.
+        is_sent: whether the giver sends it unasked, where its carrier can: in a folder.
         is_large: whether it may wait for other large pieces of the giver.
         number: of no other fetch of this process.
     """
 
     _numbers = itertools.count(1)
 
-    def __init__(self, giver: Member, name: str, ask_at: float, is_large: bool) -> None:
-        self.giver, self.name, self.ask_at, self.number = giver, name, ask_at, next(self._numbers)
-        self.is_large = is_large
+    def __init__(self, giver: Member, name: str, is_sent: bool, is_large: bool) -> None:
+        self.giver, self.name, self.number = giver, name, next(self._numbers)
+        self.is_sent, self.is_large = is_sent, is_large
         self.carrier: Carrier | None = None
         self.outcome: Blob | LostError | None = None
         self.when_over: list[Callable[[], None]] = []
@@ -266,7 +233,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        """Bring a piece to a member that is known to want it, and has not asked for it yet."""
+        """Bring a piece to a member that will ask for it, where the way of a wish is long."""
 
     @abstractmethod
     def close(self) -> None:
@@ -320,7 +287,7 @@ class Mesh:
         self.me, self.statuses = statuses.me, statuses
         self.offers, self.carriers = Offers(self.wake), carriers
         self.moved: dict[Member, float] = {}
-        self._inbox, self._fetches = Inbox(), dict[tuple[Member, str], list[Fetch]]()
+        self._fetches = dict[tuple[Member, str], list[Fetch]]()
         self._changed, self._changes = threading.Condition(), 0
         self._warnings = dict[str, None]()
         self._tell: Callable[[str], object] = lambda line: None
@@ -376,7 +343,7 @@ class Mesh:
         """Offer a piece, until it is withdrawn; its memory must not change meanwhile.
 
         Args:
-            to: who fetches it; it is sent before it is asked for, where that is possible. None: any member may.
+            to: who fetches it; None: any member may.
         """
         piece = Piece(content, to)
         takers = self.offers.offer(name, piece)
@@ -392,28 +359,19 @@ class Mesh:
         self.offers.release(name)
 
     def begin(self, giver: Member, name: str, is_sent: bool = False, is_large: bool = False) -> Fetch:
-        """Begin to fetch a piece; see `result`.
-
-        Args:
-            is_sent: whether the giver sends it. What is lost, or was dropped here before, is then asked for.
-            is_large: whether it may wait for other large pieces of the giver.
-        """
-        fetch = Fetch(giver, name, self.clock() + EARLY_SECONDS * is_sent, is_large)
+        """Begin to fetch a piece; see `result`, and `Fetch`. A giver that is away is asked when it is back."""
+        fetch = Fetch(giver, name, is_sent, is_large)
         with self._changed:
-            fetch.outcome = self._inbox.take(giver, name)
-            if fetch.outcome is None:
-                self._fetches.setdefault((giver, name), []).append(fetch)
-        if fetch.outcome is None and not self._ask(fetch):
-            self.cancel(fetch, StalledError("is not there"))
+            self._fetches.setdefault((giver, name), []).append(fetch)
+        self._ask(fetch)
         return fetch
 
-    def _ask(self, fetch: Fetch) -> bool:
-        """Have the carrier that reaches the giver now ask for a piece; return whether there is any."""
+    def _ask(self, fetch: Fetch) -> None:
+        """Have the carrier that reaches the giver now ask for a piece."""
         carrier, asked = self._carrier_of(fetch.giver), fetch.carrier
         if carrier is not None and carrier is not asked:
             fetch.carrier = carrier
             carrier.ask(fetch)
-        return carrier is not None
 
     def result(
         self,
@@ -496,12 +454,7 @@ class Mesh:
             for fetch in under_way:
                 self.cancel(fetch)
 
-    def discard(self, giver: Member, prefix: str) -> None:
-        """Keep no piece of a giver whose name begins so: none will be fetched."""
-        with self._changed:
-            self._inbox.discard(giver, prefix)
-
-    def cancel(self, fetch: Fetch, why: LostError | None = None) -> None:
+    def cancel(self, fetch: Fetch) -> None:
         """Ask no more."""
         with self._changed:
             left = self._fetches.get((fetch.giver, fetch.name), [])
@@ -509,7 +462,7 @@ class Mesh:
                 left.remove(fetch)
             if not left:
                 self._fetches.pop((fetch.giver, fetch.name), None)
-        self._end([fetch], why or RefusedError("was cancelled"))
+        self._end([fetch], RefusedError("was cancelled"))
 
     # For carriers
 
@@ -524,12 +477,14 @@ class Mesh:
             self.wake()
         return is_new
 
+    def awaits(self, giver: Member, name: str) -> bool:
+        """Return whether a piece is asked for."""
+        return (giver, name) in self._fetches
+
     def receive(self, giver: Member, name: str, blob: Blob) -> None:
-        """Take a piece that has come, asked for or not."""
+        """Take a piece that has come; one that nobody waits for is dropped."""
         with self._changed:
             fetches = self._fetches.pop((giver, name), [])
-            if not fetches:
-                self._inbox.put(giver, name, blob)
         self._end(fetches, blob)
 
     def refuse(self, giver: Member, name: str, reason: str) -> None:
@@ -558,9 +513,7 @@ class Mesh:
         self.moved[other] = self.clock()
 
     def forget(self, gone: Callable[[Member], bool]) -> None:
-        """Forget what came from members that are not there any more, and was not fetched."""
-        with self._changed:
-            self._inbox.forget(gone)
+        """Forget when bytes of members have moved that are not there any more."""
         for giver in [giver for giver in list(self.moved) if gone(giver)]:
             self.moved.pop(giver, None)
 

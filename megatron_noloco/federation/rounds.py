@@ -54,6 +54,7 @@ _NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
 _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
 _MOST_WORD_BYTES = 1000
+_WHY_SECONDS = 1.0
 _REMEMBERED = 64  # verdicts of rounds with a replica, besides those of rounds that may be under way
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
@@ -119,10 +120,7 @@ class _Doubt:
     def __init__(self, mesh: Mesh, number: int, partner: Member) -> None:
         self.number, self.partner = number, partner
         self._mesh, self._since = mesh, mesh.clock()
-        self._ask()
-
-    def _ask(self) -> None:
-        self._word = self._mesh.begin(self.partner, f"round/{self.number}/verdict")
+        self._word = mesh.begin(partner, f"round/{number}/verdict")
 
     def counts(self) -> bool | None:
         """Return whether the round counts; None: that is not known yet."""
@@ -135,8 +133,6 @@ class _Doubt:
         is_followed = any(other.slot == slot and other > self.partner for other in known)
         if is_followed or self._mesh.clock() >= self._since + _DOUBT_SECONDS:
             return False
-        if outcome is not None:  # the partner was away
-            self._ask()
         return None
 
     def end(self) -> None:
@@ -379,7 +375,8 @@ class _Round:
             has_mean = True
         except (LostError, UnequalError, ImplausibleError) as caught:
             error, failure = caught.with_traceback(None), getattr(caught, "why", str(caught))
-            if isinstance(caught, RefusedError):  # the partner's word says why; it may come later
+            if isinstance(caught, RefusedError):  # the partner's word says why, and may be on its way
+                mesh.wait(lambda: word.outcome is not None or why_not(), mesh.clock() + _WHY_SECONDS)
                 failure = why_not() or _GAVE_UP
         if decides:
             counts: bool | None = has_mean and hear(False)
@@ -389,7 +386,6 @@ class _Round:
             counts = has_mean and hear(None, WORD_SECONDS)
         mesh.cancel(word)
         mesh.withdraw(name + "b/")
-        mesh.discard(self._partner, name + "b/")
         if counts is None:
             self._replica.ledger.doubts.append(_Doubt(mesh, self._number, self._partner))
         self._members.end_round(self._number)

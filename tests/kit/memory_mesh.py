@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 class Message(NamedTuple):
-    """A message that is about to be sent. `kind`: "ask", "answer", "send"."""
+    """A message that is about to be sent. `kind`: "ask", "answer"."""
 
     kind: str
     sender: Member
@@ -49,7 +49,6 @@ class World:
         lease: seconds after which an absent member is noticed.
         on_message: is called with the world, the number of each message, and the message before it is sent; may
             cut and kill, and may return seconds by which it is late, or False to lose it.
-        sends: whether givers send what is known to be wanted before it is asked for.
     """
 
     def __init__(
@@ -59,10 +58,8 @@ class World:
         rate: float = math.inf,
         lease: float = 10.0,
         on_message: Callable[["World", int, Message], Any] = lambda world, number, message: None,
-        sends: bool = True,
     ) -> None:
         self.now, self.delay, self.rate, self.lease, self.on_message = 0.0, delay, rate, lease, on_message
-        self.sends = sends
         self.carriers: dict[Member, MemoryCarrier] = {}
         self.messages = itertools.count()
         self.dead: dict[Member, float] = {}
@@ -84,6 +81,8 @@ class World:
     def cut(self, one: Member, other: Member, seconds: float = math.inf) -> None:
         """Lose all messages of a pair. Each still sees the other by way of a third member, if there is any."""
         self._cuts[frozenset((one, other))] = (self.now, self.now + seconds)
+        if seconds < math.inf:
+            self.at(seconds, lambda: [self.carriers[end].mesh.follow_members() for end in (one, other)])
 
     def kill(self, member: Member) -> None:
         self.dead.setdefault(member, self.now)
@@ -204,7 +203,6 @@ class MemoryCarrier(Carrier):
 
     def __init__(self, world: World, hidden: bool) -> None:
         self.hidden, self._world = hidden, world
-        self.sending = set[tuple[Member, str]]()
 
     failure: BaseException | None = None
 
@@ -239,7 +237,7 @@ class MemoryCarrier(Carrier):
             while wishes:
                 wishes.pop().cancel()
             assert other is not None
-            if answers or (me, name) in other.sending:  # it is on its way
+            if answers:  # it is on its way
                 return
             wishes.append(other.mesh.offers.wish(name, me))
             wishes[0].add_done_callback(answer)
@@ -266,34 +264,13 @@ class MemoryCarrier(Carrier):
             if fetch.outcome is None and other is not None:
                 world.at(5.0, ask)
             is_known = any(not wish.done() for wish in wishes)
-            is_coming = other is not None and (bool(answers) or (me, name) in other.sending)
-            if fetch.outcome is None and other is not None and not (is_known or is_coming):
+            if fetch.outcome is None and other is not None and not (is_known or answers):
                 world.send(Message("ask", me, giver, name), 0, wish)
 
-        if world.sends:
-            world.at(max(0.0, fetch.ask_at - world.now), ask)
-        else:
-            ask()
+        ask()
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        me, other = self.mesh.me, self._world.carriers.get(to)
-        if other is None or not self._world.sends or piece.is_withdrawn or me in self._world.dead:
-            return
-        content = piece.read()
-        self.sending.add((to, name))
-
-        def deliver() -> None:
-            self.sending.discard((to, name))
-            other.mesh.note_bytes(me)
-            self.mesh.note_bytes(to)
-            other.mesh.receive(me, name, content)
-
-        def lost() -> None:
-            self.sending.discard((to, name))
-            if to not in self._world.dead:
-                self._world.at(2.0, lambda: self.send(to, name, piece))
-
-        self._world.send(Message("send", me, to, name), len(content), deliver, lost)
+        """Do nothing."""
 
     def close(self) -> None:
         own = self.mesh.statuses.own

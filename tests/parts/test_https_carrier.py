@@ -114,7 +114,7 @@ def world(keys: Keys) -> Iterator[World]:
 def exchange(giver: Someone, taker: Someone, name: str, size: int = 100) -> None:
     content = os.urandom(size)
     giver.mesh.offer(name, content, to=taker.me)
-    fetch = taker.mesh.begin(giver.me, name, is_sent=True)
+    fetch = taker.mesh.begin(giver.me, name)
     assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == content
     giver.mesh.withdraw(name)
 
@@ -233,7 +233,7 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(world: World) -> None:
         original = bytes(content)
         giver, taker = (one, other) if number % 2 else (other, one)
         giver.mesh.offer("large", content, to=taker.me)
-        fetch = taker.mesh.begin(giver.me, "large", is_sent=True)
+        fetch = taker.mesh.begin(giver.me, "large")
         until(lambda giver=giver, taker=taker: giver.me in taker.mesh.moved)  # type: ignore[misc]
         giver.mesh.withdraw("large")
         content[:] = bytes(len(content))
@@ -244,21 +244,6 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(world: World) -> None:
         exchange(giver, taker, f"next/{number}")
 
 
-def test_pieces_that_the_inbox_drops_are_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when several rounds of large vectors begin there before they begin here."""
-    monkeypatch.setattr(mesh, "_MOST_INBOX_BYTES", 2**18)
-    taker = world.add(0)
-    giver = world.add(1, [taker])  # acts: it was started later
-    world.meet()
-    contents = {f"piece/{number}": os.urandom(2**16) for number in range(12)}
-    for name, content in contents.items():
-        giver.mesh.offer(name, content, to=taker.me)
-    until(lambda: giver.me in taker.mesh.moved and not giver.carrier._sends)
-    patience = mesh.Patience(taker.mesh, giver.me)
-    found = taker.mesh.fetch_all(giver.me, contents, 4, patience, is_sent=True)
-    assert list(map(bytes, found)) == list(contents.values())
-
-
 @pytest.mark.parametrize("giver_acts", [True, False])
 def test_a_piece_offered_while_its_taker_is_away_comes_later(
     giver_acts: bool, world: World, monkeypatch: pytest.MonkeyPatch
@@ -267,34 +252,11 @@ def test_a_piece_offered_while_its_taker_is_away_comes_later(
     second = world.add(1, [first])
     world.meet()
     giver, taker = (second, first) if giver_acts else (first, second)
-    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
+    fetch = taker.mesh.begin(giver.me, "piece")
     with monkeypatch.context() as away:
         away.setattr(giver.carrier, "reaches", lambda member: False)
         giver.mesh.offer("piece", b"content", to=taker.me)
     assert taker.mesh.result(fetch, mesh.Patience(taker.mesh, giver.me)) == b"content"
-
-
-def test_a_piece_on_its_way_is_not_brought_twice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes longer than its taker waits until it asks."""
-    monkeypatch.setattr(mesh, "EARLY_SECONDS", 0.0)
-    monkeypatch.setattr(https_server, "CHUNK_BYTES", 2**14)
-    taker = world.add(0)
-    giver = world.add(1, [taker])
-    world.meet()
-    real, sizes = https_server.send_chunk, list[int]()
-
-    async def slow(chunk: bytes, write: Any) -> None:
-        sizes.append(len(chunk))
-        await asyncio.sleep(0.1)
-        await real(chunk, write)
-
-    monkeypatch.setattr(https_server, "send_chunk", slow)
-    giver.mesh.offer("piece", bytes(2**19), to=taker.me)
-    until(lambda: sizes)
-    fetch = taker.mesh.begin(giver.me, "piece", is_sent=True)
-    assert taker.mesh.result(fetch, taker.mesh.clock() + LONG) == bytes(2**19)
-    time.sleep(1.5)
-    assert sum(sizes) == 2**19
 
 
 # Members that end without a word
@@ -324,7 +286,9 @@ def _main(key: str, slot: str, seed: str, listens: str, port: str) -> None:
     someone = Someone(keys.identity(int(slot)), int(slot), [seed], bool(int(listens)), port=int(port))
     sys.stdout.write(f"{someone.me} {someone.address}\n")
     sys.stdout.flush()
-    sys.stdin.read()
+    for line in sys.stdin:
+        giver, name = line.split()
+        someone.mesh.begin(Member.parse(giver), name)
 
 
 @pytest.fixture
@@ -366,11 +330,12 @@ def test_a_peer_killed_during_a_transfer_leaves_no_noise(
         until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
         for number in range(8):
             one.mesh.offer(f"piece/{number}", bytes(2**25), to=killed.member)
+            killed.stdin.write(f"{one.me} piece/{number}\n")
+        killed.stdin.flush()
         until(lambda: killed.member in one.mesh.moved)
         killed.kill()
         until(lambda: one.sees(first))
     one.mesh.withdraw("piece/")
-    until(lambda: not one.carrier._sends)
     assert not [record for record in caplog.records if record.name == "asyncio"]
     assert one.carrier.failure is None
 
@@ -805,9 +770,11 @@ def test_large_statuses_and_pieces_are_refused_unread(world: World) -> None:
         assert not opened.recv(2**12)
     assert b"200" in rogue.introduce(one)
     piece = f"{rogue.me}/{one.me}/name"
+    assert b"410" in rogue.request(one, "PUT", piece, Content_Length=str(2**20)), "nobody waits for it"
+    fetch = one.mesh.begin(rogue.me, "name")
     assert b"413" in rogue.request(one, "PUT", piece, Content_Length=str(2**26 + 1))
     assert b"200" in rogue.request(one, "PUT", piece, b"content")
-    assert one.mesh.fetch(rogue.me, "name") == b"content"
+    assert one.mesh.result(fetch, one.mesh.clock() + LONG) == b"content"
 
 
 def test_a_member_speaks_for_itself_only(world: World) -> None:

@@ -245,8 +245,8 @@ def test_who_is_to_stop_after_its_done_hears_the_verdict(payload: str) -> None:
     is_told = list[bool]()
 
     def on_message(world: World, number: int, message: Message) -> float | None:
-        is_told.extend([True] * message.name.endswith("done"))
-        return 1.0 if message.name.endswith("verdict") else None
+        is_told.extend([True] * (message.kind == "answer" and message.name.endswith("done")))
+        return 1.0 if message.kind == "answer" and message.name.endswith("verdict") else None
 
     world = World(on_message=on_message)
     members = [members_of(world, slot) for slot in range(2)]

@@ -56,13 +56,11 @@ def only(found: list[list[Used]]) -> list[Used]:
     return [one for (one,) in found]
 
 
-@pytest.mark.parametrize("sends", [True, False])
 @pytest.mark.parametrize("payload", ["fp32", "int8", "int4", "int3"])
-def test_without_faults_rounds_count_and_give_the_mean(payload: str, sends: bool) -> None:
+def test_without_faults_rounds_count_and_give_the_mean(payload: str) -> None:
     own = vectors(length=5000)
     members = alone(5000, bucket=1024)
-    world = World(sends=sends)
-    for used in zip(*both(world, rounds(own, range(3)), payload, movement=members), strict=True):
+    for used in zip(*both(World(), rounds(own, range(3)), payload, movement=members), strict=True):
         assert all(one.counts for one in used)
         assert torch.allclose(used[0].vector + used[1].vector, own[0] + own[1], atol=1e-5), "the sum is kept"
         for one, mine in zip(used, own, strict=True):
@@ -268,19 +266,11 @@ FAULTS: dict[str, Callable[[World, Message], Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
-    ("payload", "sends", "every"),
-    [
-        ("fp32", True, 1),
-        ("fp32", False, 2),
-        ("int8", True, 4),
-        pytest.param("fp32", False, 1, marks=pytest.mark.slow),
-        pytest.param("int8", True, 1, marks=pytest.mark.slow),
-        pytest.param("int8", False, 1, marks=pytest.mark.slow),
-    ],
+    ("payload", "every"), [("fp32", 1), ("int8", 4), pytest.param("int8", 1, marks=pytest.mark.slow)]
 )
-def test_a_fault_at_any_message_splits_no_verdict(payload: str, sends: bool, every: int, fault: str) -> None:
+def test_a_fault_at_any_message_splits_no_verdict(payload: str, every: int, fault: str) -> None:
     seen: list[Message] = []
-    Faulty(payload, sends=sends, on_message=lambda world, number, message: seen.append(message))
+    Faulty(payload, on_message=lambda world, number, message: seen.append(message))
     assert len(seen) >= 10
     verdicts, in_doubt = set(), 0
     for at in range(0, len(seen), every):
@@ -288,7 +278,7 @@ def test_a_fault_at_any_message_splits_no_verdict(payload: str, sends: bool, eve
         def on_message(world: World, number: int, message: Message, at: int = at) -> Any:
             return FAULTS[fault](world, message) if number == at else None
 
-        faulty = Faulty(payload, seed=at, sends=sends, on_message=on_message)
+        faulty = Faulty(payload, seed=at, on_message=on_message)
         verdicts.add(faulty.check())
         in_doubt += faulty.in_doubt
     if every == 1:  # each kind of end is among those of all messages
@@ -365,22 +355,6 @@ def test_a_doubt_keeps_its_partner_away() -> None:
     assert used.report.missed == "replica 1 has not said how an earlier round has ended"
 
 
-def test_of_a_round_that_was_given_up_nothing_is_kept() -> None:
-    """The partner begins after the deadline, and sends what nobody fetches."""
-
-    def body(slot: int, replica: Replica) -> Any:
-        mesh = replica.partners.members.mesh  # type: ignore[union-attr]
-        if slot == 0:
-            take_part(replica, vectors()[0], 0)
-        pause(mesh, 3 * DEADLINE)
-        for at in range(4 * slot):
-            mesh.offer(f"round/0/b/{at}/0", bytes(10), Member(0, 1))
-        pause(mesh, 10.0)
-        return mesh._inbox._pieces
-
-    assert not any(both(World(), body)[0].values())
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_late_word_before_a_leave_moves_weights_as_a_round(nesterov: bool) -> None:
     """A mean that comes apart from its round leaves slow weights and momentum where one that comes in it does."""
@@ -413,7 +387,8 @@ def test_a_round_in_doubt_leaves_the_mean_where_it_would_be() -> None:
 
     def run(is_lost: bool) -> tuple[Tensor, int]:
         def on_message(world: World, number: int, message: Message) -> Any:
-            if is_lost and message.name == "round/2/verdict" and world.now < 100.0:
+            is_verdict = message.kind == "answer" and message.name == "round/2/verdict"
+            if is_lost and is_verdict and world.now < 100.0:
                 world.cut(message.sender, message.receiver, 12.0)
             return None
 
