@@ -120,14 +120,17 @@ def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) 
 
 
 def files_to_read(
-    inputs: Iterable[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
+    inputs: Collection[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
 ) -> Iterator[Input]:
     """Yield the files that hold something to read, and count the others; arguments as of `why_left_out`.
 
+    A repository of the Hugging Face Hub that has rows has no other data: its texts are a card and licences.
+
     Raises UserError for a file that was given itself.
     """
+    with_rows = {item.hub_repository for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone)
+        reason, advice = why_left_out(item, keys, rows_alone or item.hub_repository in with_rows)
         if not reason:
             if split := split_of(item):
                 counts.splits[split] += 1

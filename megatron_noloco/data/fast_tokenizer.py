@@ -230,6 +230,24 @@ class FastTokenizer:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(self._kept, folder, ignore=shutil.ignore_patterns("facts.json"))
 
+    def bytes_of(self, ids: np.ndarray, before: int) -> int:
+        """Return the bytes of text that tokens stand for after another, also of a character that is cut."""
+        if self._byte_counts is not None:
+            return int(self._byte_counts[ids].sum())
+        texts = self.decode([before]), self.decode([before, *ids])  # a decoder may strip the first space
+        alone, both = (len(text.encode()) - 2 * text.count("\ufffd") for text in texts)  # each is a byte
+        return both - alone
+
+    @cached_property
+    def _byte_counts(self) -> np.ndarray | None:
+        """The bytes of each token, 0 for special tokens; None where characters of a token are not bytes."""
+        if '"ByteLevel"' not in json.dumps(json.loads(self.backend.to_str())["decoder"]):
+            return None
+        counts = np.zeros(self.vocab_size, np.int64)
+        for token, number in self.vocabulary.items():
+            counts[number] = 0 if token in self.special_tokens else len(token)
+        return counts
+
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """The object in tokenizer_config.json, empty where there is none; raises UserError."""

@@ -80,6 +80,9 @@ class ByteTokenizer:
         tokens = np.minimum(tokens[tokens != self.end_of_document], 0xFF)  # 0xFF never occurs in UTF-8
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
+    def bytes_of(self, ids: np.ndarray, before: int) -> int:
+        return int((ids < BYTES).sum())
+
     @cached_property
     def backend(self) -> Any:
         """This tokenizer as an object of `tokenizers`: byte-level BPE without merges."""

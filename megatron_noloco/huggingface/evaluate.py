@@ -99,15 +99,12 @@ def _mean_loss(
         documents = (
             torch.zeros_like(microbatch.labels) if microbatch.documents is None else microbatch.documents
         )
-        for labels, numbers in zip(microbatch.labels.numpy(), documents.numpy(), strict=True):
-            for piece in np.split(labels, np.flatnonzero(np.diff(numbers)) + 1):
-                text += _bytes_of(tokenizer.decode(piece[piece >= 0]))
+        read = microbatch.tokens.numpy(), microbatch.labels.numpy(), documents.numpy()
+        for sample, labels, numbers in zip(*read, strict=True):
+            for document in np.split(np.arange(len(labels)), np.flatnonzero(np.diff(numbers)) + 1):
+                learnt = document[labels[document] >= 0]
+                text += tokenizer.bytes_of(labels[learnt], sample[learnt[0]]) if len(learnt) else 0
     return total / tokens, tokens, text / tokens
-
-
-def _bytes_of(text: str) -> int:
-    """Return the bytes of decoded tokens; U+FFFD is a byte of a character that the border of two samples cuts."""
-    return len(text.encode()) - 2 * text.count("\ufffd")
 
 
 def open_weights(

@@ -77,12 +77,12 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
 
 
 def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether it has several paths, or is given as well as its folder; text beside records is counted."""
+    """Whether it has several paths, or is given as well as its folder; a card beside rows is none of them."""
     cache = tmp_path / "cache"
     write_cache(cache, *(json.dumps({"text": text}) for text in TEXTS))
     data, out = cache / "snapshots" / "abc" / "data", tmp_path / "out"
     given = {
-        (cache,): "; documents that are files of text beside records: 1",
+        (cache,): "; left out: 1 file without records (snapshots/abc/README.md), 1 empty document",
         (data, data / "train.jsonl"): "",
         (data / "train.jsonl", cache / "blobs" / "0f"): "",
         (data / "train.jsonl",): "",
@@ -90,7 +90,7 @@ def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for number, (paths, notes) in enumerate(given.items()):
         arguments = ["--input", *map(str, paths), "--output-prefix", f"{out}{number}"]
         assert main(["data", "preprocess", *arguments]) == 0
-        assert re.match(rf"{3 + (number == 0)} documents, \d+ tokens; .*{notes}\n", capsys.readouterr().out)
+        assert re.match(rf"3 documents, \d+ tokens{re.escape(notes)}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("at_once", [1, 70, 10**6])

@@ -224,10 +224,13 @@ class TestBeginningOfDocument:
 def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
     """Write a tokenizer.json that begins each piece of text with a space, as those of Llama 2 do."""
     characters = ["<unk>", "<s>", "</s>", *dict.fromkeys("▁" + "".join(TEXT).replace(" ", "▁"))]
+    characters += [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {token: number for number, token in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     begin, spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([begin, spaces])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -239,6 +242,19 @@ def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
 def read(folder: Path, **choice: Any) -> Any:
     """The tokenizer of a run, with a cache of its own."""
     return build_tokenizer(TokenizerChoice(str(folder), cache=str(folder.parent / "cache"), **choice))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte-level BPE", "byte fallback"])
+def test_parts_of_a_text_have_its_bytes(kind: str, tmp_path: Path) -> None:
+    """Wherever it is cut: also within a character."""
+    makers = {"byte-level BPE": write_tokenizer, "byte fallback": write_spaced_tokenizer}
+    tokenizer = read(makers[kind](tmp_path / "tok")) if kind in makers else ByteTokenizer()
+    end, text = tokenizer.end_of_document, "the 日本語 🙂 end"
+    tokens = np.concatenate([[end], tokenizer.encode(text), [end]])
+    for cut in range(1, len(tokens)):
+        halves = tokens[1:cut], tokens[cut:]
+        found = [tokenizer.bytes_of(half, tokens[at]) for half, at in zip(halves, (0, cut - 1), strict=True)]
+        assert sum(found) == len(text.encode()), found
 
 
 class TestAutoTokenizer:
