@@ -128,7 +128,7 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.tokenizer import check_exported
+    from megatron_noloco.data.auto_tokenizer import check_exported
     from megatron_noloco.huggingface.export import check_export, export
     from megatron_noloco.huggingface.source import open_source
     from megatron_noloco.huggingface.whole_model import TOLERANCE

@@ -8,6 +8,7 @@ from pydantic import field_validator
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.optimizer_block import Share
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.data.sources import (
     IndexedSource,
     RecordSource,
@@ -16,7 +17,6 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
 SOURCES = (
@@ -41,8 +41,8 @@ class DataConfig(Settings):
     )
     data_path: Paths | None = field(
         None,
-        "In place of text: a dataset that is tokenized already, as `data preprocess` and Megatron-LM write it. Give "
-        "its path without .bin or .idx. A list of such paths is a blend; a weight before each path is its share: "
+        "In place of text: a dataset that is tokenized already, as `data preprocess` and Megatron-LM write it. "
+        "Give its path without .bin or .idx. A list of paths is a blend; a weight before each path is its share: "
         '["0.3", "first", "0.7", "second"].',
     )
     train_data_path: Paths | None = field(None, "Like data_path, for training alone; split is then not used.")

@@ -43,7 +43,7 @@ class Corpus:
         tokenizer, kind = self.tokenizer, "Records" if self._of_records else "Documents"
         settings: dict[str, Any] = {
             "kind": [kind, self.key, self.append_eod],
-            "tokenizer": [tokenizer.digest, tokenizer.files_digest if self._of_records else ""],
+            "tokenizer": [tokenizer.digest, tokenizer.content_digest if self._of_records else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
         if self._of_records and (renderer := tokenizer.chat_template.renderer):

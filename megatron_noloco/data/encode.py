@@ -105,7 +105,7 @@ class Counts(Counter[str]):
         if len(self.splits) > 1:
             named = ", ".join(f"{split} ({number})" for split, number in self.splits.items())
             notes.append(f"files of several splits are read: {named}")
-        if off := tokenizer.switched_off:
+        if off := tokenizer.content["switched_off"]:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
         return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes)}
 

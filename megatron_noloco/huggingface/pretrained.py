@@ -10,8 +10,8 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.fast_tokenizer import extends
-from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -175,7 +175,7 @@ def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer:
     theirs, byte = build_tokenizer(TokenizerChoice(str(folder), cache=cache)), ByteTokenizer()
     if theirs.adds_bos:
         return build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True, cache=cache))
-    same = theirs.end_of_document == byte.end_of_document and extends(byte.backend, theirs.backend)
+    same = theirs.end_of_document == byte.end_of_document and byte.extends(theirs)
     return byte if same else theirs
 
 
@@ -196,7 +196,7 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str |
     if not _has_tokenizer(folder):
         return
     theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
-    if not extends(ours.backend, theirs.backend):
+    if not ours.extends(theirs):
         place = f"in {ours.folder}" if ours.folder else "of bytes"
         raise UserError(
             f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "

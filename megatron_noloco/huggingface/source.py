@@ -12,7 +12,8 @@ from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig, saved_config
-from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
+from megatron_noloco.data.auto_tokenizer import find_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import check_finished
 from megatron_noloco.model.architecture import Architecture

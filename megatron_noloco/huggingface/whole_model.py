@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.data.tokenizer import load_folder
+from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights, some_names

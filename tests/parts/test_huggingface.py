@@ -22,8 +22,7 @@ from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.huggingface import _say_losses
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.data_block import DataConfig
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface import evaluate, export, pretrained, whole_model
 from megatron_noloco.huggingface.evaluate import Result
@@ -57,6 +56,7 @@ from tests.kit.hf_folders import (
     write_folder,
 )
 from tests.kit.ranks import REPOSITORY, call, output_of, refusal_of, run_command, run_ranks
+from tests.kit.tokenizers import tokenizer_at
 
 # The table
 
@@ -242,10 +242,11 @@ def write(name: str, content: str) -> Spoil:
 
 
 def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
 
     vocabulary = {"byte": 0, "[UNK]": 1, **others}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    Backend(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "</s>"} if "</s>" in others else {})
     )
@@ -561,9 +562,7 @@ def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Pa
         for name in ("tokenizer.json", "tokenizer_config.json"):
             path = tmp_path / name
             path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
-    assert isinstance(
-        tokenizer_of(tmp_path, None), ByteTokenizer if end == "<|endoftext|>" else FastTokenizer
-    )
+    assert isinstance(tokenizer_of(tmp_path, None), ByteTokenizer if end == "<|endoftext|>" else Tokenizer)
 
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
@@ -610,7 +609,7 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
 def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, given: dict[str, Any]) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2, "<s>": 3})
-    tokenizer = FastTokenizer(folder).backend
+    tokenizer = tokenizer_at(folder).backend
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
@@ -657,12 +656,12 @@ def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
         folder.mkdir()
         add_a_tokenizer_of_words(folder, **{"</s>": 2}, **words)
     cache = str(tmp_path / "cache")  # of the run
-    check_tokenizer(theirs, FastTokenizer(theirs), VOCABULARY, cache)
-    assert isinstance(tokenizer_of(theirs, cache), FastTokenizer)
+    check_tokenizer(theirs, tokenizer_at(theirs), VOCABULARY, cache)
+    assert isinstance(tokenizer_of(theirs, cache), Tokenizer)
     assert len([*Path(cache).iterdir()]) == 1
-    check_tokenizer(theirs, FastTokenizer(more), VOCABULARY, None)
+    check_tokenizer(theirs, tokenizer_at(more), VOCABULARY, None)
     with pytest.raises(ValueError, match=f"theirs: the model's tokenizer .* than the run's in {other}; to"):
-        check_tokenizer(theirs, FastTokenizer(other), VOCABULARY, None)
+        check_tokenizer(theirs, tokenizer_at(other), VOCABULARY, None)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

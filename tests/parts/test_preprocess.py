@@ -20,12 +20,11 @@ import pytest
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
@@ -42,7 +41,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    tokenizer = FastTokenizer(fast)
+    tokenizer = tokenizer_at(fast)
     run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], tokenizer)
     theirs = IndexedDataset(str(tmp_path / "out_text_document"))
     assert theirs.index.dtype == np.uint16
@@ -219,7 +218,7 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
     named = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
     first = call_preprocess(tmp_path, "--append-eod", *named)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
-    tokenizer = FastTokenizer(fast)
+    tokenizer = tokenizer_at(fast)
     indexed = read_indexed(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, tokenizer)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
