@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.data.blend import Blend, SampleDataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.opening import open_validation, open_whole
@@ -128,7 +129,7 @@ def open_weights(
             raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
         trained, source = read_architecture(folder), None
         readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        tokenizer = tokenizer_of(folder, cache=None)
+        tokenizer = tokenizer_of(folder, cache=None) or build_tokenizer(TokenizerChoice(str(folder)))
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)

@@ -1,7 +1,7 @@
 """Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
 from collections.abc import Container, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,42 +141,43 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
     named = {"tokenizer_type", "tokenizer_model"} & data.model_fields_set
-    if named or not _has_tokenizer(folder) or isinstance(tokenizer_of(folder, data.cache), ByteTokenizer):
+    theirs = None if named else tokenizer_of(folder, data.cache)
+    if theirs is None or isinstance(theirs, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
     begin = {"prepend_bos": True} if missing_bos(folder, data) else {}
     return data.replace(**begin, tokenizer_model=str(folder.resolve()))
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer | None:
+    """Return the tokenizer of a Hugging Face model, with the BOS that it adds; None: it has none.
+
+    It is the byte-level one where that is the same, as in our exports. Raises UserError as `build_tokenizer` does.
+
+    Args:
+        cache: see `TokenizerChoice`.
+    """
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    choice = TokenizerChoice(str(folder), cache=cache)
+    theirs, byte = build_tokenizer(choice), ByteTokenizer()
+    if theirs.adds_bos:
+        return build_tokenizer(replace(choice, prepend_bos=True))
+    same = theirs.end_of_document == byte.end_of_document and byte.extends(theirs)
+    return byte if same else theirs
 
 
 def missing_bos(folder: Path, data: DataConfig) -> str:
     """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
-    if "prepend_bos" in data.model_fields_set or not _has_tokenizer(folder):
+    if "prepend_bos" in data.model_fields_set:
         return ""
-    if not build_tokenizer(TokenizerChoice(str(folder), cache=data.cache)).adds_bos:
+    theirs = tokenizer_of(folder, data.cache)
+    if theirs is None or not theirs.adds_bos:
         return ""
     return (
         f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true, or to "
         "false to train without"
     )
-
-
-def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
-
-    Raises UserError where there is none.
-
-    Args:
-        cache: see `TokenizerChoice`.
-    """
-    theirs, byte = build_tokenizer(TokenizerChoice(str(folder), cache=cache)), ByteTokenizer()
-    if theirs.adds_bos:
-        return build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True, cache=cache))
-    same = theirs.end_of_document == byte.end_of_document and byte.extends(theirs)
-    return byte if same else theirs
 
 
 def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str | None) -> None:
@@ -193,10 +194,8 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str |
             f"{folder}: a vocabulary of {vocab_size} is smaller than the run's tokenizer's {ours.vocab_size} "
             "(the byte-level tokenizer has 257)"
         )
-    if not _has_tokenizer(folder):
-        return
-    theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
-    if not ours.extends(theirs):
+    theirs = tokenizer_of(folder, cache)
+    if theirs is not None and not ours.extends(theirs):
         place = f"in {ours.folder}" if ours.folder else "of bytes"
         raise UserError(
             f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "

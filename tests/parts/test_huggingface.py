@@ -26,7 +26,6 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface import evaluate, export, pretrained, whole_model
 from megatron_noloco.huggingface.evaluate import Result
-from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
     check_tokenizer,
@@ -686,13 +685,24 @@ def test_unfit_config_is_refused_per_setting(tmp_path: Path) -> None:
 # The files
 
 
-def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
-    parameters = [
-        Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate((3, 2, 4, 9, 1, 1, 1))
-    ]
-    files = assign_to_files(parameters, itemsize=2, max_bytes=10)
-    sizes = [[name.split()[1] for name in file] for file in files]
-    assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
+def test_files_hold_at_most_what_is_allowed_or_one_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = (3, 2, 4, 9, 1, 1, 1)
+    table = [Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate(sizes)]
+    monkeypatch.setattr(export, "table_of", lambda _: table)
+    weights = {row.name: torch.rand(row.shape) for row in table}
+    source = Mock(replicas=[0])
+    source.reader.return_value.read = lambda name, replicas: weights[name]
+    export._write_weights(source, tmp_path, torch.bfloat16, 10)
+    files = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert found.keys() == {f"{n}: {size}" for n, size in enumerate(sizes)}
+    assert all(len(held) == 1 or 2 * sum(map(len, held.values())) <= 10 for held in files.values())
+    assert len(files) == 4
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
+    assert index["metadata"]["total_size"] == 2 * sum(sizes)
 
 
 def trained() -> Mock:

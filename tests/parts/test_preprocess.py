@@ -106,14 +106,16 @@ def test_batches_of_several_files_are_encoded_at_once(
     encode_batch = ByteTokenizer.encode_batch
 
     def count(tokenizer: ByteTokenizer, batch: list[str]) -> list[np.ndarray]:
-        counted.append(len(batch))
+        if batch != [""]:
+            counted.append(len(batch))
         return encode_batch(tokenizer, batch)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
     indexed = run(tmp_path, [paths[0], paths[1], write_jsonl(tmp_path / "a.jsonl", TEXTS), *paths[2:]])
+    calls = len(counted)
     assert documents(indexed) == expected([*texts[:2], *TEXTS, *texts[2:]])
     assert indexed.sequences > len(indexed.document_bounds) - 1, "a long text has several sequences"
-    assert (len(counted) == 1) == (at_once == 10**6)
+    assert (calls == 1) == (at_once == 10**6)
 
 
 def test_a_key_may_be_another_and_ends_left_out(tmp_path: Path) -> None:
