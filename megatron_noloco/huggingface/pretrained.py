@@ -19,12 +19,6 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
-_ROTARY = (
-    "rotary_base",
-    "rope_scaling_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-)
 _LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
 _TO_CONTINUE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -57,11 +51,11 @@ def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output
     return RunConfig(**_TO_CONTINUE, **own)
 
 
-def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
+def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, str]:
     """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    The second value is lines for the user: the length of samples, the rotary embeddings. No weights are copied;
-    whether the model computes the same here, `check_logits` says.
+    The second value is a line for the user about the length of samples. No weights are copied. `check_logits` says
+    whether the model computes the same here.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
@@ -90,11 +84,7 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
     context = "which is the model's own context"
     if before.seq_length != architecture.seq_length:
         context = f"as the config has it; the model's own context is {architecture.seq_length} tokens"
-    rotary = {name: getattr(run.model, name) for name in _ROTARY if getattr(run.model, name) is not None}
-    return run, [
-        f"model.seq_length: {before.seq_length} tokens, {context}",
-        "rotary embeddings: " + ", ".join(f"model.{name} {value:g}" for name, value in rotary.items()),
-    ]
+    return run, f"model.seq_length: {before.seq_length} tokens, {context}"
 
 
 def read_sizes(folder: Path) -> dict[str, Any]:
@@ -169,9 +159,7 @@ def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer | None:
 
 def missing_bos(folder: Path, data: DataConfig) -> str:
     """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
-    if "prepend_bos" in data.model_fields_set:
-        return ""
-    theirs = tokenizer_of(folder, data.cache)
+    theirs = None if "prepend_bos" in data.model_fields_set else tokenizer_of(folder, data.cache)
     if theirs is None or not theirs.adds_bos:
         return ""
     return (

@@ -64,11 +64,8 @@ class PretrainedWeights(ExitStack[None]):
         unknown = sorted(self._files.keys() - shapes.keys())
         if unknown == [HEAD] and torch.equal(self._read(HEAD), self._read(EMBEDDING)):
             unknown = []  # a tied head, written twice
-        problems = (
-            [f"no tensor {some_names(missing)}"]
-            if (missing := sorted(shapes.keys() - self._files.keys()))
-            else []
-        )
+        missing = sorted(shapes.keys() - self._files.keys())
+        problems = [f"no tensor {some_names(missing)}"] if missing else []
         if unknown:
             model = f"{architecture.family} of {architecture.num_layers} layers"
             problems.append(f"tensors that the {model} in config.json does not have: {some_names(unknown)}")

@@ -325,7 +325,7 @@ class TestText:
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
-        line = r"a share of 0 leaves the validation split of .* empty \(10 sequences\); raise its weight, add"
+        line = r"corpus too small: the validation split of .* is empty; raise its weight in data.split"
         with pytest.raises(ValueError, match=line):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
 
