@@ -17,8 +17,9 @@ from megatron_noloco.job.leaving import INTERRUPTED
 if TYPE_CHECKING:
     import numpy as np
 
+    from megatron_noloco.data.auto_tokenizer import TokenizerChoice
     from megatron_noloco.data.indexed import IndexedDataset
-    from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice
+    from megatron_noloco.data.tokenizer import Tokenizer
 
 _PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet and Arrow (.parquet, .arrow: one
@@ -78,8 +79,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _preprocess(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.auto_tokenizer import build_tokenizer
     from megatron_noloco.data.corpus import preprocess
-    from megatron_noloco.data.tokenizer import build_tokenizer
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
@@ -114,9 +115,9 @@ def _cache(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.auto_tokenizer import build_tokenizer
     from megatron_noloco.data.indexed import read_indexed
     from megatron_noloco.data.opening import open_any
-    from megatron_noloco.data.tokenizer import build_tokenizer
 
     tokenizer, notes = build_tokenizer(_tokenizer(args)), ""
     if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
@@ -165,7 +166,7 @@ def _with_learnt_marked(tokens: "np.ndarray", mask: "np.ndarray", tokenizer: "To
 def _tokenizer(
     args: argparse.Namespace, split_special_tokens: bool = True, prepend_bos: bool = False
 ) -> "TokenizerChoice":
-    from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
+    from megatron_noloco.data.auto_tokenizer import TokenizerChoice, choice_problem
 
     choice = TokenizerChoice(args.tokenizer_model, split_special_tokens, prepend_bos)
     if problem := choice_problem(args.tokenizer_type, choice):

@@ -128,7 +128,7 @@ def _add_tokenizer(command: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.tokenizer import check_exported
+    from megatron_noloco.data.auto_tokenizer import check_exported
     from megatron_noloco.huggingface.export import check_export, export
     from megatron_noloco.huggingface.source import open_source
     from megatron_noloco.huggingface.whole_model import TOLERANCE
@@ -162,7 +162,8 @@ def _import(args: argparse.Namespace) -> int:
     if output.exists():
         raise UserError(f"{output}: exists; give another --output, or remove it")
     template = _template(args)
-    config, lines = import_folder(folder, template)
+    config, length = import_folder(folder, template)
+    lines = [length]
     if args.data:
         tokenizer, architecture = check_start(config.replace(federation=FederationSettings()))
         check_data(config, None, tokenizer, architecture)
@@ -237,7 +238,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.evaluate import evaluate, open_weights
 
     weights = open_weights(args.model, args.data, args.seq_length, args.tokenizer)
-    _say_losses(evaluate(weights, args.samples))
+    _say_losses(evaluate(*weights, args.samples))
     return 0
 
 

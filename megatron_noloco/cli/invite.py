@@ -65,7 +65,7 @@ def add_commands(commands: Commands) -> None:
 def _invite(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     from megatron_noloco.config import load_config
-    from megatron_noloco.data.tokenizer import build_tokenizer
+    from megatron_noloco.data.auto_tokenizer import build_tokenizer
     from megatron_noloco.preflight.invitation import text_of
     from megatron_noloco.preflight.inviting import invite, keys_of_inviter
     from megatron_noloco.preflight.newcomer import join_options, write_private

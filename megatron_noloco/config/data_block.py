@@ -8,6 +8,7 @@ from pydantic import field_validator
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.optimizer_block import Share
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.data.sources import (
     IndexedSource,
     RecordSource,
@@ -16,7 +17,6 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
 SOURCES = (
@@ -35,12 +35,15 @@ class DataConfig(Settings):
     """The data: their place, the tokenizer, and what is done at the borders of documents."""
 
     text: FilePath | None = field(
-        None, 'A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.'
+        None,
+        "A file or folder of text, JSON lines, Parquet or Arrow; of rows the text under the key text is read. "
+        'Or "python-stdlib": Python\'s own standard library.',
     )
     data_path: Paths | None = field(
         None,
-        "In place of text: the prefix of a Megatron dataset (`data preprocess` writes them), or a blend, "
-        '["0.3", "prefixA", "0.7", "prefixB"].',
+        "In place of text: a dataset that is tokenized already, as `data preprocess` and Megatron-LM write it. "
+        "Give its path without .bin or .idx. A list of paths is a blend; a weight before each path is its share: "
+        '["0.3", "first", "0.7", "second"].',
     )
     train_data_path: Paths | None = field(None, "Like data_path, for training alone; split is then not used.")
     valid_data_path: Paths | None = field(
@@ -48,8 +51,8 @@ class DataConfig(Settings):
     )
     sft_data_path: FilePath | None = field(
         None,
-        "In place of text, for fine-tuning: a file or folder of JSON lines with messages, or with prompt "
-        "and completion. Only answers have a loss.",
+        "In place of text, for fine-tuning: a file or folder of JSON lines, Parquet or Arrow, whose rows have "
+        "messages, or prompt and completion. Only answers have a loss.",
     )
     sft_packing: bool = offered_field(
         True,

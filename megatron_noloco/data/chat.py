@@ -8,7 +8,6 @@ from datetime import date
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_noloco.errors import UserError
@@ -27,13 +26,15 @@ _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 class ChatTemplate:
     """A chat template, or several by name. A tokenizer without any has one without content."""
 
-    def __init__(self, folder: Path | None, content: Any, given: Path | None = None) -> None:
-        """Keep the tokenizer's folder, None for bytes, and the texts in its files; nothing is loaded before a use.
+    def __init__(self, whose: str, content: Any, load: Callable[[], Any]) -> None:
+        """Keep the texts; nothing is loaded before a use.
 
         Args:
-            given: the folder that the user gave, for messages; None: the same.
+            whose: the tokenizer, for messages.
+            content: a template, or several by name; None: there is none.
+            load: returns the tokenizer of transformers, which knows texts that a template may name, such as BOS.
         """
-        self._folder, self._content, self._given = folder, content, given or folder
+        self._whose, self._content, self._load = whose, content, load
         self.takes_text = cache(self._takes_text)
 
     @property
@@ -95,16 +96,13 @@ class ChatTemplate:
 
     @cached_property
     def _loaded(self) -> Any:
-        """The tokenizer as transformers loads it, which knows the texts that a template may name, such as BOS."""
-        if self._folder is None or not self._content:
-            whose = f"tokenizer_model {self._given}" if self._given else "the byte tokenizer"
+        """The tokenizer of transformers; raises UserError where there is no template."""
+        if not self._content:
             raise UserError(
-                f"{whose} has no chat template (a chat_template.jinja, or chat_template in "
+                f"{self._whose} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
             )
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(self._folder)
+        return self._load()
 
 
 class Answer(NamedTuple):

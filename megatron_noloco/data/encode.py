@@ -105,7 +105,7 @@ class Counts(Counter[str]):
         if len(self.splits) > 1:
             named = ", ".join(f"{split} ({number})" for split, number in self.splits.items())
             notes.append(f"files of several splits are read: {named}")
-        if off := tokenizer.switched_off:
+        if off := tokenizer.content["switched_off"]:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
         return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes)}
 
@@ -120,14 +120,17 @@ def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) 
 
 
 def files_to_read(
-    inputs: Iterable[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
+    inputs: Collection[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
 ) -> Iterator[Input]:
     """Yield the files that hold something to read, and count the others; arguments as of `why_left_out`.
 
+    A repository of the Hugging Face Hub that has rows has no other data: its texts are a card and licences.
+
     Raises UserError for a file that was given itself.
     """
+    with_rows = {item.hub_repository for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone)
+        reason, advice = why_left_out(item, keys, rows_alone or item.hub_repository in with_rows)
         if not reason:
             if split := split_of(item):
                 counts.splits[split] += 1

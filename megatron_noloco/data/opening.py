@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -117,19 +117,15 @@ class Opened:
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
         """Return the part of a dataset that a split has, in the order of its sequences or records."""
         assert self.source.split is not None
-        records, unit = isinstance(self.source, RecordSource), "sequences"
-        units, share = dataset.sequences, astuple(self.source.split)[split]
-        if records:
-            units, unit = len(dataset.document_bounds) - 1, "records"
+        whole = isinstance(self.source, RecordSource)  # records, of one or more sequences
+        units = len(dataset.document_bounds) - 1 if whole else dataset.sequences
         first, stop = self.source.split.bounds(units)[split : split + 2]
-        if records:
+        if whole:
             first, stop = dataset.document_bounds[[first, stop]].tolist()
-        name = f"the {SPLITS[split]} split of {dataset.name}"
-        part = dataset.part(first, stop, name)
+        part = dataset.part(first, stop, f"the {SPLITS[split]} split of {dataset.name}")
         if not len(part.tokens):
             raise UserError(
-                f"data.split: a share of {share:.4g} leaves {name} empty ({units} {unit}); raise its weight, "
-                f"add {unit}, or give data.train_data_path and data.valid_data_path"
+                f"corpus too small: {part.name} is empty; raise its weight in data.split, or add text"
             )
         return part
 

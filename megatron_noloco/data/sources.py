@@ -61,9 +61,6 @@ def parse_prefixes(paths: str | Sequence[str | float]) -> Prefixes:
     Raises UserError, also for a list that can be read both ways: a prefix may be a number, such as that of a year.
     """
     if isinstance(paths, str):
-        words = paths.split()
-        if words and len(words) % 2 == 0 and _weights(words[::2]) and not Path(f"{paths}.idx").exists():
-            raise UserError(f"a blend must be a list of weights and prefixes: {json.dumps(words)}")
         paths = [paths]
     names = [path for path in paths if isinstance(path, str) and path]
     weights = _weights(paths[::2]) if len(paths) % 2 == 0 else []

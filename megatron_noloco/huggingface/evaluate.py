@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.data.blend import Blend, SampleDataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.opening import open_validation, open_whole
@@ -31,16 +32,6 @@ _BATCH_TOKENS = 1 << 12
 _MAX_SEQ_LENGTH = 2048  # default for a Hugging Face model, whose context may be too long for the memory
 
 Read = Callable[[str], Tensor]
-
-
-@dataclass(frozen=True)
-class WeightSets:
-    """Sets of weights of one architecture (replicas and their mean), and the data to evaluate them on."""
-
-    architecture: Architecture
-    data: Blend
-    tokenizer: Tokenizer
-    readers: Mapping[str, Read]  # of each set, by its name
 
 
 @dataclass(frozen=True)
@@ -63,26 +54,32 @@ class Result:
         return self.loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else math.nan
 
 
-def evaluate(weights: WeightSets, samples: int | None) -> Iterator[Result]:
+def evaluate(
+    architecture: Architecture,
+    data: Blend,
+    tokenizer: Tokenizer,
+    readers: Mapping[str, Read],
+    samples: int | None,
+) -> Iterator[Result]:
     """Evaluate every set of weights on `samples` samples of every dataset, or on all if None.
 
     Of a blend its mean follows its datasets.
+
+    Args:
+        readers: of each set (a replica, their mean), by its name.
     """
-    model, shares = WholeModel(weights.architecture), np.array(weights.data.weights)
-    for name, read in weights.readers.items():
+    model, shares = WholeModel(architecture), np.array(data.weights)
+    for name, read in readers.items():
         model.load(read)
         results = list[Result]()
-        for dataset in weights.data.parts:
+        for dataset in data.parts:
             chosen = len(dataset) if samples is None else min(samples, len(dataset))
             ids = Order.of(len(dataset), VALIDATION_SEED).ids(0, chosen)
-            results.append(Result(name, dataset.name, *_mean_loss(model, dataset, ids, weights.tokenizer)))
+            results.append(Result(name, dataset.name, *_mean_loss(model, dataset, ids, tokenizer)))
             yield results[-1]
         if len(results) > 1:
-            means = (
-                float(shares @ [getattr(one, key) for one in results]) for key in ("loss", "bytes_per_token")
-            )
-            loss, bytes_per_token = means
-            yield Result(name, weights.data.name, loss, sum(one.tokens for one in results), bytes_per_token)
+            loss, text = shares @ [[one.loss, one.bytes_per_token] for one in results]
+            yield Result(name, data.name, float(loss), sum(one.tokens for one in results), float(text))
 
 
 def _mean_loss(
@@ -96,24 +93,21 @@ def _mean_loss(
         counted = microbatch.labels >= 0
         total += float(model.losses(*microbatch).double()[counted].sum())
         tokens += int(counted.sum())
-        documents = (
-            torch.zeros_like(microbatch.labels) if microbatch.documents is None else microbatch.documents
-        )
-        for labels, numbers in zip(microbatch.labels.numpy(), documents.numpy(), strict=True):
-            for piece in np.split(labels, np.flatnonzero(np.diff(numbers)) + 1):
-                text += _bytes_of(tokenizer.decode(piece[piece >= 0]))
+        documents = microbatch.documents
+        if documents is None:
+            documents = torch.zeros_like(microbatch.labels)
+        read = microbatch.tokens.numpy(), microbatch.labels.numpy(), documents.numpy()
+        for sample, labels, numbers in zip(*read, strict=True):
+            for document in np.split(np.arange(len(labels)), np.flatnonzero(np.diff(numbers)) + 1):
+                learnt = document[labels[document] >= 0]
+                text += tokenizer.bytes_of(labels[learnt], sample[learnt[0]]) if len(learnt) else 0
     return total / tokens, tokens, text / tokens
-
-
-def _bytes_of(text: str) -> int:
-    """Return the bytes of decoded tokens; U+FFFD is a byte of a character that the border of two samples cuts."""
-    return len(text.encode()) - 2 * text.count("\ufffd")
 
 
 def open_weights(
     paths: Sequence[Path], data: str | None, seq_length: int | None, tokenizer_place: Path | None = None
-) -> WeightSets:
-    """Prepare the evaluation of a Hugging Face folder or of a checkpoint.
+) -> tuple[Architecture, Blend, Tokenizer, Mapping[str, Read]]:
+    """Return what `evaluate` takes of a Hugging Face folder or of a checkpoint.
 
     Args:
         paths: one Hugging Face folder, or the paths of a checkpoint (see `find_ensemble`).
@@ -131,7 +125,7 @@ def open_weights(
             raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
         trained, source = read_architecture(folder), None
         readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        tokenizer = tokenizer_of(folder, cache=None)
+        tokenizer = tokenizer_of(folder, cache=None) or build_tokenizer(TokenizerChoice(str(folder)))
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)
@@ -162,4 +156,4 @@ def open_weights(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "
             "not trained to read longer samples\n"
         )
-    return WeightSets(architecture, read_data, tokenizer, readers)
+    return architecture, read_data, tokenizer, readers

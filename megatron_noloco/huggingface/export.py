@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megatron_noloco.config.model_block import ModelConfig
@@ -16,14 +17,12 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, write_tensors, write_text, writing
 from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
-from megatron_noloco.huggingface.weight_files import PretrainedWeights
+from megatron_noloco.huggingface.weight_files import INDEX, PretrainedWeights
 from megatron_noloco.huggingface.whole_model import TOLERANCE, check_logits
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-WeightFile = dict[str, Parameter]  # Hugging Face name -> the parameter that the tensor is made from
 
 
 def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) -> None:
@@ -31,11 +30,9 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
 
     Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
     500 MB (two files at a time took 1.98 GB).
-    Raises UserError when `output` exists and is not an unfinished export.
+    Raises UserError when `output` cannot be written, or holds anything but an unfinished export.
     """
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output}: is a file; give another --output")
-    if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
+    if output.is_dir() and any(output.iterdir()) and not (output / UNFINISHED).exists():
         raise UserError(f"{output}: exists and is not empty; give another --output, or remove it")
     mark = output / UNFINISHED
     with writing(output, "--output"):
@@ -71,41 +68,28 @@ def _ends(source: ModelSource) -> int | list[int]:
 
 def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """Write the weight files, and their index if there are several."""
-    parameters = list(table_of(source.architecture))
-    files = assign_to_files(parameters, dtype.itemsize, max_shard_bytes)
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    else:
-        weight_map = {name: file_name for file_name, file in zip(names, files, strict=True) for name in file}
-        total = dtype.itemsize * sum(math.prod(shape) for p in parameters for shape in p.hf_shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(output / "model.safetensors.index.json", index)
-    for name, file in zip(names, files, strict=True):
-        with naming_file(output / name):
-            write_tensors(output / name, _tensors(source, file, dtype), {"format": "pt"})
+    parameters = {name: row for row in table_of(source.architecture) for name in row.hf_shapes}
+    sizes = {name: dtype.itemsize * math.prod(row.hf_shapes[name]) for name, row in parameters.items()}
+    split = split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(output / INDEX, index)
+    for file, names in split.filename_to_tensors.items():
+        with naming_file(output / file):
+            tensors = _tensors(source, {name: parameters[name] for name in names}, dtype)
+            write_tensors(output / file, tensors, {"format": "pt"})
 
 
-def assign_to_files(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[WeightFile]:
-    """Assign all Hugging Face tensors to files of at most `max_bytes`; a larger tensor gets a file of its own."""
-    files: list[WeightFile] = []
-    room = 0
-    for parameter in parameters:
-        for name, shape in parameter.hf_shapes.items():
-            size = itemsize * math.prod(shape)
-            if not files or size > room:
-                files.append({})
-                room = max_bytes
-            files[-1][name] = parameter
-            room -= size
-    return files
-
-
-def _tensors(source: ModelSource, file: WeightFile, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of one weight file by name."""
+def _tensors(source: ModelSource, rows: dict[str, Parameter], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; `rows`: the parameter from which each is made."""
     reader = source.reader()
     tensors: dict[str, Tensor] = {}
-    for parameter, names in groupby(file, key=file.__getitem__):
+    for parameter, names in groupby(rows, key=rows.__getitem__):
         parts = parameter.to_hf(reader.read(parameter.name, source.replicas))
         # copied, since the reader reuses its memory
         tensors |= {name: parts[name].to(dtype, copy=True) for name in names}

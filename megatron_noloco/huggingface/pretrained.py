@@ -1,7 +1,7 @@
 """Start a run from a Hugging Face folder: read its architecture and tokenizer, and write a config."""
 
 from collections.abc import Container, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.fast_tokenizer import extends
-from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -19,12 +19,6 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
-_ROTARY = (
-    "rotary_base",
-    "rope_scaling_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-)
 _LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
 _TO_CONTINUE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -57,11 +51,11 @@ def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output
     return RunConfig(**_TO_CONTINUE, **own)
 
 
-def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[str]]:
+def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, str]:
     """Return the config of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    The second value is lines for the user: the length of samples, the rotary embeddings. No weights are copied;
-    whether the model computes the same here, `check_logits` says.
+    The second value is a line for the user about the length of samples. No weights are copied. `check_logits` says
+    whether the model computes the same here.
     Raises UserError, in one line, when no run can start from the folder.
     """
     check_finished(folder)
@@ -90,11 +84,7 @@ def import_folder(folder: Path, template: RunConfig) -> tuple[RunConfig, list[st
     context = "which is the model's own context"
     if before.seq_length != architecture.seq_length:
         context = f"as the config has it; the model's own context is {architecture.seq_length} tokens"
-    rotary = {name: getattr(run.model, name) for name in _ROTARY if getattr(run.model, name) is not None}
-    return run, [
-        f"model.seq_length: {before.seq_length} tokens, {context}",
-        "rotary embeddings: " + ", ".join(f"model.{name} {value:g}" for name, value in rotary.items()),
-    ]
+    return run, f"model.seq_length: {before.seq_length} tokens, {context}"
 
 
 def read_sizes(folder: Path) -> dict[str, Any]:
@@ -141,42 +131,41 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
     named = {"tokenizer_type", "tokenizer_model"} & data.model_fields_set
-    if named or not _has_tokenizer(folder) or isinstance(tokenizer_of(folder, data.cache), ByteTokenizer):
+    theirs = None if named else tokenizer_of(folder, data.cache)
+    if theirs is None or isinstance(theirs, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
     begin = {"prepend_bos": True} if missing_bos(folder, data) else {}
     return data.replace(**begin, tokenizer_model=str(folder.resolve()))
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer | None:
+    """Return the tokenizer of a Hugging Face model, with the BOS that it adds; None: it has none.
+
+    It is the byte-level one where that is the same, as in our exports. Raises UserError as `build_tokenizer` does.
+
+    Args:
+        cache: see `TokenizerChoice`.
+    """
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    choice = TokenizerChoice(str(folder), cache=cache)
+    theirs, byte = build_tokenizer(choice), ByteTokenizer()
+    if theirs.adds_bos:
+        return build_tokenizer(replace(choice, prepend_bos=True))
+    same = theirs.end_of_document == byte.end_of_document and byte.extends(theirs)
+    return byte if same else theirs
 
 
 def missing_bos(folder: Path, data: DataConfig) -> str:
     """Return a line where texts of the model begin with BOS, and the block `data` says nothing about it."""
-    if "prepend_bos" in data.model_fields_set or not _has_tokenizer(folder):
-        return ""
-    if not build_tokenizer(TokenizerChoice(str(folder), cache=data.cache)).adds_bos:
+    theirs = None if "prepend_bos" in data.model_fields_set else tokenizer_of(folder, data.cache)
+    if theirs is None or not theirs.adds_bos:
         return ""
     return (
         f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true, or to "
         "false to train without"
     )
-
-
-def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face model: the byte-level one where it is the same, as in our exports.
-
-    Raises UserError where there is none.
-
-    Args:
-        cache: see `TokenizerChoice`.
-    """
-    theirs, byte = build_tokenizer(TokenizerChoice(str(folder), cache=cache)), ByteTokenizer()
-    if theirs.adds_bos:
-        return build_tokenizer(TokenizerChoice(str(folder), prepend_bos=True, cache=cache))
-    same = theirs.end_of_document == byte.end_of_document and extends(byte.backend, theirs.backend)
-    return byte if same else theirs
 
 
 def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str | None) -> None:
@@ -193,10 +182,8 @@ def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int, cache: str |
             f"{folder}: a vocabulary of {vocab_size} is smaller than the run's tokenizer's {ours.vocab_size} "
             "(the byte-level tokenizer has 257)"
         )
-    if not _has_tokenizer(folder):
-        return
-    theirs = build_tokenizer(TokenizerChoice(str(folder), cache=cache))
-    if not extends(ours.backend, theirs.backend):
+    theirs = tokenizer_of(folder, cache)
+    if theirs is not None and not ours.extends(theirs):
         place = f"in {ours.folder}" if ours.folder else "of bytes"
         raise UserError(
             f"{folder}: the model's tokenizer reads texts as other tokens than the run's {place}; to take the "

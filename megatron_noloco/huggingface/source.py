@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +12,8 @@ from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig, saved_config
-from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
+from megatron_noloco.data.auto_tokenizer import find_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import check_finished
 from megatron_noloco.model.architecture import Architecture
@@ -83,8 +84,7 @@ def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = No
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
     saved = find_ensemble(paths)
-    source = ModelSource(saved, saved_config(saved.manifests[0].config), saved.replicas, tokenizer)
-    source = replace(source, replicas=_choose(source, combine))
+    source = ModelSource(saved, saved_config(saved.manifests[0].config), _choose(saved, combine), tokenizer)
     with ThreadPoolExecutor() as pool:
         # Not the other files, which a resume needs: they may be gone.
         names = [[saved.file(manifest.position, WEIGHTS).name] for manifest in saved.manifests]
@@ -92,19 +92,19 @@ def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = No
     return source
 
 
-def _choose(source: ModelSource, combine: str) -> list[int]:
+def _choose(saved: Ensemble, combine: str) -> list[int]:
     """Return the replicas whose mean is the model; raises UserError."""
     if combine == "mean":
-        return source.replicas
+        return saved.replicas
     if combine == "best":
-        losses = {replica: figures["validation_loss"] for replica, figures in source.saved.losses.items()}
+        losses = {replica: figures["validation_loss"] for replica, figures in saved.losses.items()}
         if not losses:
-            raise UserError(f"{source.saved}: no validation losses recorded; use --combine mean or replica=K")
+            raise UserError(f"{saved}: no validation losses recorded; use --combine mean or replica=K")
         return [min(losses, key=losses.__getitem__)]  # NaN is not recorded
     match = re.fullmatch(r"replica=(\d+)", combine)
     if match is None:
         raise UserError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
-    if int(match[1]) not in source.replicas:
-        replicas = ", ".join(map(str, source.replicas))
+    if int(match[1]) not in saved.replicas:
+        replicas = ", ".join(map(str, saved.replicas))
         raise UserError(f"--combine {combine}: the checkpoint has replicas {replicas}")
     return [int(match[1])]

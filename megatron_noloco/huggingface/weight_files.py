@@ -18,8 +18,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BUFFER = "rotary_emb.inv_freq"  # which a model computes itself, and early versions of transformers wrote
 
 
-class PretrainedWeights:
-    """The weights of a Hugging Face folder as parameters of an architecture; a context manager.
+class PretrainedWeights(ExitStack[None]):
+    """The weights of a Hugging Face folder as parameters of an architecture; a context, which closes the files.
 
     Every tensor of the folder is one of the model's, so a run, `import` and `evaluate` read the same.
     """
@@ -30,27 +30,17 @@ class PretrainedWeights:
         Raises UserError, in one line, unless all tensors of the model are there, and nothing else, with the right
         shapes, in floating-point numbers.
         """
+        super().__init__()
         self.folder = folder
         self._table = table_of(architecture)
-        with ExitStack() as stack:
-            self._files = {
-                name: file
-                for path in _paths(folder)
-                for file in [stack.enter_context(_opened(path))]
-                for name in file.keys()  # noqa: SIM118, not a dict
-                if not name.endswith(_BUFFER)
-            }
-            self._check(architecture)
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> "PretrainedWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stack.close()
+        self._files = {
+            name: file
+            for path in _paths(folder)
+            for file in [self.enter_context(_opened(path))]
+            for name in file.keys()  # noqa: SIM118, not a dict
+            if not name.endswith(_BUFFER)
+        }
+        self._check(architecture)
 
     def __call__(self, name: str) -> Tensor:
         """Return the full parameter of that name in the unsplit model, in the folder's precision.
@@ -74,11 +64,8 @@ class PretrainedWeights:
         unknown = sorted(self._files.keys() - shapes.keys())
         if unknown == [HEAD] and torch.equal(self._read(HEAD), self._read(EMBEDDING)):
             unknown = []  # a tied head, written twice
-        problems = (
-            [f"no tensor {some_names(missing)}"]
-            if (missing := sorted(shapes.keys() - self._files.keys()))
-            else []
-        )
+        missing = sorted(shapes.keys() - self._files.keys())
+        problems = [f"no tensor {some_names(missing)}"] if missing else []
         if unknown:
             model = f"{architecture.family} of {architecture.num_layers} layers"
             problems.append(f"tensors that the {model} in config.json does not have: {some_names(unknown)}")

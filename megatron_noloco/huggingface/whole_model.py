@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.data.tokenizer import load_folder
+from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.huggingface.weight_files import PretrainedWeights, some_names
@@ -101,9 +101,9 @@ def check_logits(folder: Path, architecture: Architecture, read: Callable[[str],
     ours = model.logits(tokens)[..., : architecture.vocab_size]
     logging.disable_progress_bar()
     with torch.no_grad():
-        options: dict[str, Any] = {"trust_remote_code": False, "output_loading_info": True}
-        result: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        loaded, found = result
+        auto: Any = AutoModelForCausalLM
+        options = {"trust_remote_code": False, "output_loading_info": True}
+        loaded, found = auto.from_pretrained(folder, dtype=torch.float32, **options)
         if missing := sorted(found["missing_keys"]):
             raise UserError(
                 f"{folder}: no tensor {some_names(missing)}, which transformers' model of config.json has (as "

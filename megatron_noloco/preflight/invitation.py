@@ -28,10 +28,7 @@ from megatron_noloco.settings import MOST_SLOTS
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 MOST_BYTES = 2**26
-_TOKENIZER_FILE = (
-    r"^(?:(tokenizer|tokenizer_config)\.json|read_by_transformers|"
-    r"(additional_chat_templates/[A-Za-z0-9_-][A-Za-z0-9_.-]*|chat_template)\.jinja)$"
-)
+_TOKENIZER_FILE = r"^tokenizer_as_read\.json$"
 _NO_INVITATION = "has a content that no `megatron-noloco invite` writes"
 
 

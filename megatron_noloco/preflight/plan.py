@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.monitor.figures import megabytes, percent

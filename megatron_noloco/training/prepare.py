@@ -22,11 +22,12 @@ from megatron_noloco.checkpoint.run_settings import CheckpointSettings, tokenize
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.optimizer_block import AdamOptimizer, Optimizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer, find_tokenizer
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data, check_source, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer, find_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.keys import Keys

@@ -6,6 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 
 
@@ -44,3 +46,8 @@ def write_tokenizer(folder: Path, pieces: int = 20, **config: Any) -> Path:
     tokenizer = _learnt(TEXT, 256 + len(special) + pieces, special)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return _save(tokenizer, folder, **{"bos_token": "<s>", "eos_token": "</s>", **config})
+
+
+def tokenizer_at(folder: Path | str, split_special_tokens: bool = True, prepend_bos: bool = False) -> Any:
+    """The tokenizer of a run that names this folder."""
+    return build_tokenizer(TokenizerChoice(str(folder), split_special_tokens, prepend_bos))

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs, RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer, load_folder
+from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.kit.chats import write
 from tests.kit.datasets import Learnt, load_records
+from tests.kit.tokenizers import tokenizer_at
 
 TEXT = [
     "The fox went.\n\n\nLabel: red\n\nLabel: blue  the   end",
@@ -112,26 +113,26 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @cache
-def made(kind: str, bos: bool) -> tuple[FastTokenizer, Any]:
+def made(kind: str, bos: bool) -> tuple[Any, Any]:
     """Return a tokenizer, and what transformers loads from its export."""
     folder, tokenizer = Path(mkdtemp(dir=PLACES[-1])), KINDS[kind]()
     tokenizer.train_from_iterator(TEXT * 20, TRAINERS[type(tokenizer.model)]())
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    ours = FastTokenizer(folder, prepend_bos=bos)
+    ours = tokenizer_at(folder, prepend_bos=bos)
     ours.save(folder / "exported", 100)
     return ours, load_folder(folder / "exported")
 
 
-def without_chat_format(tokenizer: FastTokenizer) -> FastTokenizer:
+def without_chat_format(tokenizer: Any) -> Any:
     """Return the tokenizer with a template that writes messages only."""
     folder = Path(mkdtemp(dir=PLACES[-1]))
-    for file in tokenizer.folder.glob("*.json"):
+    for file in Path(tokenizer.folder).glob("*.json"):
         shutil.copy(file, folder)
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)
-    return FastTokenizer(folder, prepend_bos=bool(tokenizer.before_document))
+    return tokenizer_at(folder, prepend_bos=bool(tokenizer.before_document))
 
 
 texts = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
@@ -233,7 +234,7 @@ def test_special_tokens_that_a_record_spells_out_are_there_once() -> None:
     named, written = made("GPT-2", True)[0], {"prompt": "<s>fox", "completion": "red</s>"}
     begin, end = named.special_tokens["<s>"], named.special_tokens["</s>"]
     for splits in (False, True):
-        (record,) = load(FastTokenizer(named.folder, splits, True), written)
+        (record,) = load(tokenizer_at(named.folder, splits, True), written)
         assert [(record.tokens == token).sum() for token in (begin, end)] == [1, 1]
         assert record.tokens[0] == begin
         assert record.tokens[-1] == end

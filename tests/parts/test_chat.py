@@ -10,12 +10,13 @@ import pytest
 from pyarrow import parquet
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.records import without_nulls
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.chats import ANSWER, ASKED, CALLS, CHAT, TEMPLATE, answers, called, chat_tokenizer, write
 from tests.kit.datasets import Learnt, load_records
 from tests.kit.golden import check
+from tests.kit.tokenizers import tokenizer_at
 
 PUBLISHED = sorted((Path(__file__).parents[1] / "chat_templates").glob("*.jinja"))
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {}}}]
@@ -23,7 +24,7 @@ DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif 
 
 
 def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Learnt]:
-    tokenizer = FastTokenizer(chat_tokenizer(folder / "tokenizer", template))
+    tokenizer = tokenizer_at(chat_tokenizer(folder / "tokenizer", template))
     path = write(folder / "a.jsonl", *({"messages": messages, **others} for messages in conversations))
     return load_records(path, tokenizer)
 
@@ -33,7 +34,7 @@ def template_of(folder: Path, text: str) -> ChatTemplate:
     chat_tokenizer(folder, text)
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    return FastTokenizer(folder).chat_template
+    return tokenizer_at(folder).chat_template
 
 
 TURNS = [ASKED, ANSWER, {"role": "user", "content": "five"}, {"role": "assistant", "content": " six"}]
@@ -98,22 +99,22 @@ def test_the_work_grows_with_the_messages(
 ) -> None:
     """Not with their square: what is rendered, and what is encoded."""
     rendered, encoded = list[int](), list[int]()
-    render, encode = ChatTemplate.render, FastTokenizer.encode_batch
+    render, encode = ChatTemplate.render, Tokenizer.encode_batch
 
     def counting_render(template: ChatTemplate, messages: Any, *rest: Any, **options: Any) -> str:
         rendered.append(len(messages))
         return render(template, messages, *rest, **options)
 
-    def counting_encode(tokenizer: FastTokenizer, texts: list[str], *rest: Any, **options: Any) -> list[Any]:
+    def counting_encode(tokenizer: Tokenizer, texts: list[str], *rest: Any, **options: Any) -> list[Any]:
         encoded.extend(map(len, texts))
         return encode(tokenizer, texts, *rest, **options)
 
     monkeypatch.setattr(ChatTemplate, "render", counting_render)
-    monkeypatch.setattr(FastTokenizer, "encode_batch", counting_encode)
+    monkeypatch.setattr(Tokenizer, "encode_batch", counting_encode)
     (record,) = load(tmp_path, TEMPLATE, TURNS * (turns // 2))
     assert sum(rendered) < 8 * 2 * turns
     assert sum(encoded) < 8 * 40 * turns
-    tokenizer = FastTokenizer(tmp_path / "tokenizer")
+    tokenizer = tokenizer_at(tmp_path / "tokenizer")
     whole = tokenizer.chat_template.render(TURNS * (turns // 2))
     assert record.tokens.tolist() == tokenizer.encode_batch([whole], True)[0].tolist()
 
@@ -122,7 +123,7 @@ def test_turns_of_qwen3_are_learnt_as_generation_reads_them(tmp_path: Path) -> N
     """Each answer with its empty thoughts, after earlier answers without: two sequences of tokens."""
     qwen3 = next(file for file in PUBLISHED if file.stem == "qwen3").read_text()
     first, second = load(tmp_path, qwen3, TURNS)
-    tokenizer = FastTokenizer(tmp_path / "tokenizer")
+    tokenizer = tokenizer_at(tmp_path / "tokenizer")
     assert answers(first, tokenizer).startswith("<think>\n\n</think>\n\nthree four")
     assert answers(second, tokenizer).startswith("<think>\n\n</think>\n\n six")
     assert tokenizer.decode(second.tokens).count("<think>") == 1
@@ -154,14 +155,14 @@ def test_a_single_call_is_what_the_template_makes_of_it(tmp_path: Path) -> None:
     call = {"role": "assistant", "function_call": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
     template = TEMPLATE.replace("<end>", "{{ message.function_call.name }}<end>")
     (record,) = load(tmp_path, template, [ASKED, call])
-    assert answers(record, FastTokenizer(tmp_path / "tokenizer")) == "weather\n"
+    assert answers(record, tokenizer_at(tmp_path / "tokenizer")) == "weather\n"
     with pytest.raises(ValueError, match='leaves out or changes "function_call" of message 2'):
         load(tmp_path, TEMPLATE, [ASKED, call])
 
 
 def test_arguments_that_are_no_json_stay_text(tmp_path: Path) -> None:
     (record,) = load(tmp_path, CALLS, called("city: Ulm"))
-    assert answers(record, FastTokenizer(tmp_path / "tokenizer")).startswith('weather"city: Ulm"')
+    assert answers(record, tokenizer_at(tmp_path / "tokenizer")).startswith('weather"city: Ulm"')
 
 
 def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
     weighted[-1] = {**weighted[-1], "weight": 1}
     one, other = load(tmp_path, TEMPLATE, CHAT, weighted)
     assert one.tokens.tolist() == other.tokens.tolist()
-    assert answers(other, FastTokenizer(tmp_path / "tokenizer")) == "six\n"
+    assert answers(other, tokenizer_at(tmp_path / "tokenizer")) == "six\n"
 
 
 def test_a_template_may_trim(tmp_path: Path) -> None:
@@ -185,12 +186,12 @@ def test_arguments_have_the_form_that_a_template_takes(written: str, tmp_path: P
     template = CALLS.replace("arguments | tojson", f"arguments {written}")
     given = (called({"city": "Köln"}), called('{"city": "Köln"}'))
     for record in load(tmp_path, template, *given):
-        assert 'weather{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
+        assert 'weather{"city": "Köln"}' in answers(record, tokenizer_at(tmp_path / "tokenizer"))
 
 
 def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:
     """Its objects have the keys of all rows, null where a row lacks them; maps are objects, tools may be text."""
-    tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLS))
+    tokenizer = tokenizer_at(chat_tokenizer(tmp_path / "tokenizer", "{{ tools | tojson }}" + CALLS))
     records = [
         {"messages": called(arguments), "tools": [{"name": "f", "parameters": {name: {"type": "text"}}}]}
         for name, arguments in (("city", {"city": "Ulm"}), ("day", {"day": "1"}), ("no", {}))
@@ -214,4 +215,4 @@ def test_parquet_has_the_keys_of_a_row_only(tmp_path: Path) -> None:
 
 def test_a_template_that_asks_for_the_date_gets_one_date(tmp_path: Path) -> None:
     (record,) = load(tmp_path, DATED, [ASKED, ANSWER])
-    assert FastTokenizer(tmp_path / "tokenizer").decode(record.tokens).startswith("01 Jan 2025<user>")
+    assert tokenizer_at(tmp_path / "tokenizer").decode(record.tokens).startswith("01 Jan 2025<user>")

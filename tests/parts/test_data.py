@@ -82,7 +82,7 @@ class TestTokenizer:
         assert tokenizer.decode(tokens) == tokenizer.decode([*tokens.tolist(), END]) == text
 
     def test_what_is_no_text_is_shown_as_such(self) -> None:
-        assert ByteTokenizer().decode([ord("a"), 0xC3, ord("b"), 300]) == "a\ufffdb\ufffd"
+        assert ByteTokenizer().decode([ord("a"), 0xC3, ord("b"), 300]) == "a\ufffdb"
 
 
 class TestCorpus:
@@ -176,6 +176,16 @@ class TestCorpus:
         assert [path.name for path in files_below(tmp_path)] == ["README.md", "train.jsonl"]
         (tmp_path / "refs" / "main").write_text("gone")
         assert [path.name for path in files_below(tmp_path)] == ["README.md", "train.jsonl", "a.txt"]
+
+    def test_a_card_is_no_document_of_a_repository_with_rows(self, tmp_path: Path) -> None:
+        """A repository of the hub without rows has texts, also beside another with rows."""
+        for name, rows in (("rows", ['{"text": "a row"}']), ("texts", [])):
+            write_cache(tmp_path / f"datasets--{name}", *rows)
+        (revision := tmp_path / "datasets--texts" / "snapshots" / "abc").joinpath("a.txt").write_text("text")
+        (revision / "data" / "train.jsonl").unlink()
+        corpus, card = load(str(tmp_path), "1"), "datasets--rows/snapshots/abc/README.md"
+        assert (corpus.documents, corpus.beside_records) == (3, 2)
+        assert corpus.notes.startswith(f"; left out: 1 file without records ({card})")
 
     @pytest.mark.parametrize(("name", "read"), [("photos", 3), ("datasets--a--b", 2), ("models--a--b", 2)])
     def test_a_folder_is_a_cache_only_if_the_hub_would_write_it(

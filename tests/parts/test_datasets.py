@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data import encode
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, TextSource, parse_prefixes
-from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
@@ -40,7 +40,7 @@ from megatron_noloco.training.start import checkpoint_settings
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import load_text, sequences_of, write_dataset
 from tests.kit.ranks import call_here, output_of, refusal_of
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 SEQ = 8
 
@@ -311,7 +311,7 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
 class TestText:
     def test_a_long_text_is_encoded_in_pieces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_tokenizer(tmp_path)
-        tokenizer = FastTokenizer(tmp_path)
+        tokenizer = tokenizer_at(tmp_path)
         lines = [f"two three {number}\n" for number in range(60)]
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
@@ -325,7 +325,7 @@ class TestText:
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
-        line = r"a share of 0 leaves the validation split of .* empty \(10 sequences\); raise its weight, add"
+        line = r"corpus too small: the validation split of .* is empty; raise its weight in data.split"
         with pytest.raises(ValueError, match=line):
             build(text=str(tmp_path / "a.txt"), split="1,0,0")
 

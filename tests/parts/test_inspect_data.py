@@ -86,7 +86,7 @@ class TestEvaluate:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = make_model(tmp_path / "model", "mistral" if keys else "llama", **keys)
-        text = "two three four Größe five six\n" * 12
+        text = "two three four Größe 日本語 🙂 five six\n" * 12  # samples cut some of the characters
         (tmp_path / "text.txt").write_text(text)
         line = run_command("evaluate", str(model), "--data", str(tmp_path / "text.txt"))[-1]
         perplexity = float(line.split("perplexity ")[1].split(",")[0])

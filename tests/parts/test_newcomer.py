@@ -22,7 +22,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, is_taken
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
@@ -51,7 +51,7 @@ from megatron_noloco.training.prepare import _slot, network_for
 from tests.kit.golden import check
 from tests.kit.ranks import refusal_of
 from tests.kit.tiny import tiny, write_config
-from tests.kit.tokenizers import write_tokenizer
+from tests.kit.tokenizers import tokenizer_at, write_tokenizer
 
 DAY = 86400.0
 
@@ -320,8 +320,7 @@ def test_a_newcomer_comes_to_jobs_that_run(place: Place, capsys: pytest.CaptureF
         assert main(["join", "invitation-1.noloco", "--no-start"]) == 0
         config = load_config("joined/config.json")
         assert str(config.federation.rendezvous) == f"tcp://{second},{first}"
-        copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
-        assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+        assert build_tokenizer(config.data.tokenizer).digest == tokenizer_at(tokenizer).digest
         assert len(visit(Keys.read(Path("joined/member.pem")).identity(1), place.run, [first])[1]) == 2
     capsys.readouterr()
     assert place.invite("--at", first) == 2
@@ -407,8 +406,7 @@ def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:
         check_local(needs, Local(tmp_path / "other", {}))
     assert "/their" not in json.dumps(config.to_dict())
     assert config.data.text == str(mine)
-    copied = Path(str(config.data.tokenizer_model)) / "tokenizer.json"
-    assert copied.read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    assert build_tokenizer(config.data.tokenizer).digest == tokenizer_at(tokenizer).digest
 
 
 def test_the_command_that_is_printed_has_what_a_newcomer_needs(

@@ -20,12 +20,11 @@ import pytest
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter, read_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
@@ -42,7 +41,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    tokenizer = FastTokenizer(fast)
+    tokenizer = tokenizer_at(fast)
     run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], tokenizer)
     theirs = IndexedDataset(str(tmp_path / "out_text_document"))
     assert theirs.index.dtype == np.uint16
@@ -77,12 +76,12 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
 
 
 def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether it has several paths, or is given as well as its folder; text beside records is counted."""
+    """Whether it has several paths, or is given as well as its folder; a card beside rows is none of them."""
     cache = tmp_path / "cache"
     write_cache(cache, *(json.dumps({"text": text}) for text in TEXTS))
     data, out = cache / "snapshots" / "abc" / "data", tmp_path / "out"
     given = {
-        (cache,): "; documents that are files of text beside records: 1",
+        (cache,): "; left out: 1 file without records (snapshots/abc/README.md), 1 empty document",
         (data, data / "train.jsonl"): "",
         (data / "train.jsonl", cache / "blobs" / "0f"): "",
         (data / "train.jsonl",): "",
@@ -90,7 +89,7 @@ def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for number, (paths, notes) in enumerate(given.items()):
         arguments = ["--input", *map(str, paths), "--output-prefix", f"{out}{number}"]
         assert main(["data", "preprocess", *arguments]) == 0
-        assert re.match(rf"{3 + (number == 0)} documents, \d+ tokens; .*{notes}\n", capsys.readouterr().out)
+        assert re.match(rf"3 documents, \d+ tokens{re.escape(notes)}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("at_once", [1, 70, 10**6])
@@ -107,14 +106,16 @@ def test_batches_of_several_files_are_encoded_at_once(
     encode_batch = ByteTokenizer.encode_batch
 
     def count(tokenizer: ByteTokenizer, batch: list[str]) -> list[np.ndarray]:
-        counted.append(len(batch))
+        if batch != [""]:
+            counted.append(len(batch))
         return encode_batch(tokenizer, batch)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
     indexed = run(tmp_path, [paths[0], paths[1], write_jsonl(tmp_path / "a.jsonl", TEXTS), *paths[2:]])
+    calls = len(counted)
     assert documents(indexed) == expected([*texts[:2], *TEXTS, *texts[2:]])
     assert indexed.sequences > len(indexed.document_bounds) - 1, "a long text has several sequences"
-    assert (len(counted) == 1) == (at_once == 10**6)
+    assert (calls == 1) == (at_once == 10**6)
 
 
 def test_a_key_may_be_another_and_ends_left_out(tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_the_command_preprocess_writes_a_dataset_once(tmp_path: Path, fast: Path
     named = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
     first = call_preprocess(tmp_path, "--append-eod", *named)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
-    tokenizer = FastTokenizer(fast)
+    tokenizer = tokenizer_at(fast)
     indexed = read_indexed(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, tokenizer)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")

@@ -15,7 +15,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.fast_tokenizer import FastTokenizer, extends
+from megatron_noloco.data.auto_tokenizer import (
+    TokenizerChoice,
+    build_tokenizer,
+    check_exported,
+    find_tokenizer,
+)
 from megatron_noloco.data.indexed import Dataset, read_indexed
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import (
@@ -27,13 +32,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import (
-    ByteTokenizer,
-    TokenizerChoice,
-    build_tokenizer,
-    check_exported,
-    find_tokenizer,
-)
+from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
@@ -41,7 +40,7 @@ from tests.kit.chats import write
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import load_records
 from tests.kit.ranks import output_of
-from tests.kit.tokenizers import TEXT, write_tokenizer
+from tests.kit.tokenizers import TEXT, tokenizer_at, write_tokenizer
 
 
 def change(file: Path, **fields: Any) -> None:
@@ -51,7 +50,7 @@ def change(file: Path, **fields: Any) -> None:
 class TestDigest:
     def test_it_is_that_of_the_content_not_of_the_file(self, tmp_path: Path) -> None:
         """Order, indents, fields that newer files have, what texts are cut or padded to decide no token."""
-        first = FastTokenizer(write_tokenizer(tmp_path / "first"))
+        first = tokenizer_at(write_tokenizer(tmp_path / "first"))
         file = write_tokenizer(tmp_path / "second") / "tokenizer.json"
         content = json.loads(file.read_text())
         del content["model"]["ignore_merges"]
@@ -60,7 +59,7 @@ class TestDigest:
         filled = {"strategy": {"Fixed": 99}, "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"}
         content["truncation"], content["padding"] = (one | {"direction": "Right"} for one in (cut, filled))
         file.write_text(json.dumps(dict(reversed(content.items()))))
-        second = FastTokenizer(file.parent)
+        second = tokenizer_at(file.parent)
         assert second.encode(TEXT[0]).tolist() == first.encode(TEXT[0]).tolist()
         assert second.digest == first.digest
 
@@ -72,7 +71,7 @@ class TestDigest:
         change(folders[2] / "tokenizer_config.json", eos_token="<|im_end|>")
         change(folders[3] / "tokenizer_config.json", bos_token=None)
         change(folders[4] / "tokenizer.json", normalizer={"type": "NFC"})
-        digests = [FastTokenizer(folder).digest for folder in folders] + [ByteTokenizer().digest]
+        digests = [tokenizer_at(folder).digest for folder in folders] + [ByteTokenizer().digest]
         assert len({*digests}) == len(digests)
 
     def test_other_merges_or_rules_are_another_tokenizer(self, tmp_path: Path) -> None:
@@ -80,10 +79,10 @@ class TestDigest:
         model = json.loads((merged / "tokenizer.json").read_text())["model"]
         change(merged / "tokenizer.json", model=model | {"merges": model["merges"][::-1]})
         change(normalized / "tokenizer.json", normalizer={"type": "NFC"})
-        same, *others = (FastTokenizer(folder) for folder in (ours, merged, normalized))
-        assert extends(same.backend, FastTokenizer(ours).backend)
+        same, *others = (tokenizer_at(folder) for folder in (ours, merged, normalized))
+        assert same.extends(tokenizer_at(ours))
         assert all(other.vocabulary == same.vocabulary for other in others)
-        assert not any(extends(other.backend, same.backend) for other in others)
+        assert not any(other.extends(same) for other in others)
 
     @pytest.mark.parametrize("in_own_file", [False, True])
     def test_a_template_has_one_of_its_own(self, tmp_path: Path, in_own_file: bool) -> None:
@@ -93,7 +92,7 @@ class TestDigest:
             (chat / "chat_template.jinja").write_text(template)
         else:
             change(chat / "tokenizer_config.json", chat_template=template)
-        before, after = FastTokenizer(plain), FastTokenizer(chat)
+        before, after = tokenizer_at(plain), tokenizer_at(chat)
         assert before.chat_template.digest == ByteTokenizer().chat_template.digest == ""
         assert len(after.chat_template.digest) == len(after.digest) == 64
         assert before.digest == after.digest
@@ -132,7 +131,7 @@ class TestSpecialTokens:
         datasets = datasets_of(source, write_tokenizer(tmp_path / "tok"), split_special_tokens=split)
         tokens = tokens_of(datasets).tolist()
         assert tokens.count(END) == (1 if split else 801)
-        assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
+        assert tokenizer_at(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
             SPELLED * 400 if split else "Say  to end,  and  too.\n" * 400
         )
         how = "text (split_special_tokens false: as tokens)" if split else "these tokens, not as text"
@@ -156,7 +155,7 @@ class TestSpecialTokens:
         chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
         lines = [{"messages": chat}, {"prompt": "Say </s>", "completion": " No"}]
         file = write(tmp_path / "chat.jsonl", *lines)
-        records = load_records(file, FastTokenizer(tmp_path / "tok"))
+        records = load_records(file, tokenizer_at(tmp_path / "tok"))
         assert [record.tokens.tolist().count(IM_END) for record in records] == [3, 0]
         assert [record.tokens.tolist().count(END) for record in records] == [0, 1]
         summary = datasets_of(RecordSource(file, HALVES, packed=True), tmp_path / "tok").summary
@@ -194,7 +193,7 @@ class TestBeginningOfDocument:
         lines = [{"messages": chat}, {"prompt": "the ", "completion": "fox"}]
         file = write(tmp_path / "chat.jsonl", *lines)
         plain, begun = (
-            load_records(file, FastTokenizer(tmp_path / "tok", prepend_bos=prepend))
+            load_records(file, tokenizer_at(tmp_path / "tok", prepend_bos=prepend))
             for prepend in (False, True)
         )
         assert begun[0].tokens.tolist() == plain[0].tokens.tolist()
@@ -218,16 +217,19 @@ class TestBeginningOfDocument:
     def test_a_tokenizer_without_it_is_refused(self, tmp_path: Path) -> None:
         folder = write_tokenizer(tmp_path / "tok", bos_token=None)
         with pytest.raises(ValueError, match=f"prepend_bos: tokenizer_model {folder} has no BOS; name one"):
-            FastTokenizer(folder, prepend_bos=True)
+            tokenizer_at(folder, prepend_bos=True)
 
 
 def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
     """Write a tokenizer.json that begins each piece of text with a space, as those of Llama 2 do."""
     characters = ["<unk>", "<s>", "</s>", *dict.fromkeys("▁" + "".join(TEXT).replace(" ", "▁"))]
+    characters += [f"<0x{byte:02X}>" for byte in range(256)]
     vocabulary = {token: number for number, token in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     begin, spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([begin, spaces])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -239,6 +241,19 @@ def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
 def read(folder: Path, **choice: Any) -> Any:
     """The tokenizer of a run, with a cache of its own."""
     return build_tokenizer(TokenizerChoice(str(folder), cache=str(folder.parent / "cache"), **choice))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte-level BPE", "byte fallback"])
+def test_parts_of_a_text_have_its_bytes(kind: str, tmp_path: Path) -> None:
+    """Wherever it is cut: also within a character."""
+    makers = {"byte-level BPE": write_tokenizer, "byte fallback": write_spaced_tokenizer}
+    tokenizer = read(makers[kind](tmp_path / "tok")) if kind in makers else ByteTokenizer()
+    end, text = tokenizer.end_of_document, "the 日本語 🙂 end"
+    tokens = np.concatenate([[end], tokenizer.encode(text), [end]])
+    for cut in range(1, len(tokens)):
+        halves = tokens[1:cut], tokens[cut:]
+        found = [tokenizer.bytes_of(half, tokens[at]) for half, at in zip(halves, (0, cut - 1), strict=True)]
+        assert sum(found) == len(text.encode()), found
 
 
 class TestAutoTokenizer:
@@ -279,7 +294,7 @@ class TestAutoTokenizer:
         for place in (folder, tmp_path / "copy"):
             again = read(place)
             assert again.digest == first.digest
-            assert again.files_digest == first.files_digest
+            assert again.content_digest == first.content_digest
         change(folder / "tokenizer_config.json", eos_token="<s>")
         with pytest.raises(ModuleNotFoundError):
             read(folder)
@@ -309,7 +324,7 @@ class TestAutoTokenizer:
             """As transformers' classes in Python: without `backend_tokenizer`."""
 
         ByteTokenizer().save(tmp_path, max_length=64)
-        with patch("megatron_noloco.data.tokenizer.load_folder", lambda _: Slow()):
+        with patch("megatron_noloco.data.auto_tokenizer.load_folder", lambda _: Slow()):
             note = check_exported(tmp_path)
         assert "for this family AutoTokenizer takes Slow, which reads other tokens" in note
 
@@ -382,7 +397,7 @@ def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
 
 
 def settings_of(run: RunConfig, tokenizer: Path, data: int = 7) -> CheckpointSettings:
-    return checkpoint_settings(run, Topology(), {"training_data": data}, FastTokenizer(tokenizer))
+    return checkpoint_settings(run, Topology(), {"training_data": data}, tokenizer_at(tokenizer))
 
 
 class TestCopy:
@@ -398,18 +413,18 @@ class TestCopy:
         after = _tokenizer(run, [tmp_path / "run"])
         assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer
         after.copy_to(copy)  # which is its own place
-        assert FastTokenizer(copy).digest == after.digest
+        assert tokenizer_at(copy).digest == after.digest
 
     def test_another_tokenizer_takes_its_place(self, tmp_path: Path) -> None:
         original, other = write_tokenizer(tmp_path / "tok"), write_tokenizer(tmp_path / "other", pieces=21)
         for folder in (original, other):
-            FastTokenizer(folder).copy_to(tmp_path / "copy")
-            assert FastTokenizer(tmp_path / "copy").digest == FastTokenizer(folder).digest
+            tokenizer_at(folder).copy_to(tmp_path / "copy")
+            assert tokenizer_at(tmp_path / "copy").digest == tokenizer_at(folder).digest
 
     def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:
         right, wrong = write_tokenizer(tmp_path / "right"), write_tokenizer(tmp_path / "wrong", pieces=21)
         choice = TokenizerChoice(str(wrong))
-        digest = FastTokenizer(right).digest
+        digest = tokenizer_at(right).digest
         assert find_tokenizer(choice, [tmp_path / "none", right], digest).digest == digest
         with pytest.raises(ValueError, match=f"^{wrong}: reads other tokens than the run$"):
             find_tokenizer(choice, [], digest)

@@ -268,6 +268,13 @@ def test_a_field_with_a_meaning_of_auto_takes_it() -> None:
     assert [name for name, takes in named if '"auto"' not in takes] == []
 
 
+def test_explain_of_data_names_what_is_read() -> None:
+    for name in ("text", "sft_data_path"):
+        assert "JSON lines, Parquet or Arrow" in " ".join(explain(f"data.{name}").split())
+    for words in ("tokenized already", "without .bin or .idx", "a weight before each path"):
+        assert words in " ".join(explain("data.data_path").split())
+
+
 def test_explain_of_one_field() -> None:
     title, *lines = explain("noloco.overlap_steps").splitlines()
     assert title.startswith("noloco: ")

@@ -15,7 +15,6 @@ import pytest
 from pyarrow import parquet
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -25,6 +24,7 @@ from tests.kit.configs import SMALLEST
 from tests.kit.datasets import LFS_POINTER, load_records, write_dataset
 from tests.kit.golden import check
 from tests.kit.ranks import output_of, refusal_of
+from tests.kit.tokenizers import tokenizer_at
 
 
 def parquet_of(text: bytes, columns: int = 1) -> bytes:
@@ -77,8 +77,6 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("latin.parquet", parquet_of(b"\xff"), ()),
     ("plain.arrow", b"plain", ()),
     # options
-    ("a.jsonl", b"{}", ("--json-keys", "a/b")),
-    ("b.jsonl", b"{}", ("--output-prefix", "/")),
     ("c.jsonl", b"{}", ("--input", "nowhere")),
     ("d.jsonl", b'{"text": "x"}', ("--output-prefix", "d.jsonl/out")),
     ("e.jsonl", b'{"text": "x"}', ("--input", ".", "--output-prefix", "out")),
@@ -187,7 +185,7 @@ def test_each_record_is_one_line(tmp_path: Path) -> None:
         for name, record in WRONG_RECORDS:
             path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
             with pytest.raises(UserError) as caught:
-                load_records(path, FastTokenizer(tmp_path / name))
+                load_records(path, tokenizer_at(tmp_path / name))
             line = str(caught.value)
             assert line.startswith(f"{path}, line 2: ")
             assert "\n" not in line

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.kit.ranks import run_command, run_ranks
 from tests.kit.tiny import metrics, run_whole
-from tests.kit.tokenizers import make_tokenizer
+from tests.kit.tokenizers import tokenizer_at, make_tokenizer
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import write_dataset
 
@@ -25,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two replicas, trained on two datasets of a Hugging Face tokenizer; the last step is a round."""
     folder = tmp_path_factory.mktemp("blend")
     make_tokenizer(folder)
-    end = FastTokenizer(folder).end_of_document
+    end = tokenizer_at(folder).end_of_document
     draw = np.random.default_rng(0)
     for name in "ab":
         documents = [np.append(draw.integers(0, 270, draw.integers(5, 40)), end) for _ in range(100)]
@@ -72,7 +71,7 @@ def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> N
 
 def test_evaluate_equals_log_with_copied_tokenizer(run: Path) -> None:
     (manifest, *_) = catalog.read_manifests(catalog.step_folder(run / "checkpoints", STEPS))
-    assert manifest.tokenizer["digest"] == FastTokenizer(run / "tokenizer").digest
+    assert manifest.tokenizer["digest"] == tokenizer_at(run / "tokenizer").digest
     (run.parent / "tokenizer.json").unlink(missing_ok=True)  # the original
     (run / "config.json").write_text("{}")  # a run's own, say: it does not make a Hugging Face folder
     lines = run_command("evaluate", str(run), "--samples", "8")

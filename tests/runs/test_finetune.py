@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from tests.kit.tokenizers import tokenizer_at
 from tests.kit.ranks import run_command, run_ranks
 from tests.kit.tiny import metrics, run_whole, tiny, write_config
 from tests.kit.chats import CHAT, TEMPLATE, stopping_tokenizer
@@ -30,7 +30,7 @@ def make_llama(folder: Path, initializer_range: float = 0.02) -> Path:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=FastTokenizer(folder).vocab_size,
+            vocab_size=tokenizer_at(folder).vocab_size,
             hidden_size=32,
             intermediate_size=64,
             num_hidden_layers=4,
@@ -117,7 +117,7 @@ def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) ->
     )
     assert 0.5 < int(tokens) / (2 * 2 * STEPS * 128) < 1, "padding is left out"
     settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
-    vocabulary = FastTokenizer(llama).vocabulary
+    vocabulary = tokenizer_at(llama).vocabulary
     assert settings["eos_token_id"] == [vocabulary["<end>"], vocabulary["<stop>"]]
     exported, imported = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "exported", llama))
     assert exported.apply_chat_template(CHAT) == imported.apply_chat_template(CHAT)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig, resolve
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.opening import Data, open_data
 from megatron_noloco.data.sources import Needs, Source, TextSource
-from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import NoRounds, OuterOptimizer, RoundReport, Rounds, TorchWeights

@@ -1,0 +1,163 @@
+"""The tokenizer of a run: bytes, or what transformers' AutoTokenizer reads of a folder.
+
+Importing transformers takes seconds. So the first process of a host that needs a tokenizer imports it, and keeps
+in the cache what AutoTokenizer has read. All other processes and commands build it from there with `tokenizers`
+alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.data.cache import Recipe, cache_folder, obtain
+from megatron_noloco.data.formats import Advance, Input
+from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding
+from megatron_noloco.errors import UserError
+from megatron_noloco.files import outside, read_object
+from megatron_noloco.job.activity import line_of
+
+_READ = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # suffixes of the files that AutoTokenizer reads
+_RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws other tokens each time
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer, and how it reads text.
+
+    Attributes:
+        folder: of a Hugging Face fast tokenizer; None: bytes.
+        split_special_tokens: whether a special token that a text spells out is text.
+        prepend_bos: whether each document begins with BOS.
+        cache: the folder in which hosts keep tokenizers, see `cache_folder`.
+    """
+
+    folder: str | None = None
+    split_special_tokens: bool = True
+    prepend_bos: bool = False
+    cache: str | None = None
+
+
+def choice_problem(kind: str | None, choice: TokenizerChoice) -> str:
+    """Return why a choice is none for this tokenizer_type (None: not given); "" where it is."""
+    if choice.folder is not None and kind == "byte":
+        return 'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
+    if choice.folder is None and kind not in (None, "byte"):
+        return f'tokenizer_type "{kind}" needs tokenizer_model, its folder'
+    if choice.folder is None and choice.prepend_bos:
+        return "prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out"
+    return ""
+
+
+def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """Build the tokenizer of a run; raises UserError when its files are missing or broken, or it lacks a BOS."""
+    if choice.folder is None:
+        return ByteTokenizer()
+    content = _content_of(Path(choice.folder), choice.cache)
+    return Tokenizer(content, choice.folder, choice.split_special_tokens, choice.prepend_bos)
+
+
+def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str = "") -> Tokenizer:
+    """Build a run's tokenizer from the first of `places`, or from its own, that has the run's tokens.
+
+    Raises UserError, which says what is wrong with each place, where none has.
+
+    Args:
+        digest: of the run's tokenizer; "": not known, so that the first place with a tokenizer is taken.
+    """
+    if choice.folder is None:
+        return ByteTokenizer()
+    problems = []
+    for place in (*places, Path(choice.folder)):
+        try:
+            found = build_tokenizer(replace(choice, folder=str(place)))
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if digest in ("", found.digest):
+            return found
+        problems.append(f"{place}: reads other tokens than the run")
+    raise UserError("; ".join(problems))
+
+
+def _content_of(folder: Path, cache: str | None) -> Content:
+    """Return what a folder holds: a copy, or what AutoTokenizer reads, once per host.
+
+    Raises UserError where AutoTokenizer cannot read the folder, or has no fast tokenizer for it.
+
+    Args:
+        cache: see `cache_folder`.
+    """
+    found: Any
+    if (folder / KEPT).exists():
+        found = read_object(folder / KEPT, "copy the tokenizer again")
+        return found
+    there = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+    inputs = [Input(path, folder) for path in sorted(there) if path.suffix in _READ and path.is_file()]
+    if not inputs:
+        raise UserError(
+            f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
+            "that of a Hugging Face tokenizer"
+        )
+    settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
+    recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
+    found = obtain(cache_folder(cache), recipe).facts["content"]
+    return found
+
+
+def load_folder(folder: Path) -> Any:
+    """Return the tokenizer that AutoTokenizer reads from a folder; raises anything where it cannot."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of classes that it takes in place of another
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _read(folder: Path, prefix: Path, _: Advance) -> dict[str, Content]:
+    """Return what AutoTokenizer reads, without what draws tokens at random; see `_content_of`."""
+    try:
+        theirs = load_folder(folder)
+    except ImportError:  # a missing package, which the command names
+        raise
+    except Exception as error:  # it raises anything for files that it does not expect
+        reason = outside(f"{type(error).__name__}: {line_of(error)}")
+        raise UserError(f"tokenizer_model {folder}: transformers cannot read it ({reason})") from None
+    backend = getattr(theirs, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"tokenizer_model {folder}: {type(theirs).__name__} of transformers has no fast tokenizer; give a "
+            "folder with a tokenizer.json"
+        )
+    # A file may set truncation and padding, which would cut or pad texts.
+    backend.no_truncation()
+    backend.no_padding()
+    random = {name: value for name in _RANDOM if (value := getattr(backend.model, name, None))}
+    for name in random:
+        setattr(backend.model, name, None)
+    content = Content(
+        tokenizer=backend.to_str(),
+        special_tokens=theirs.special_tokens_map,
+        chat_template=theirs.chat_template,
+        switched_off=", ".join(f"{name} {value:g}" for name, value in random.items()),
+    )
+    return {"content": content}
+
+
+def check_exported(folder: Path) -> str:
+    """Return a line where AutoTokenizer does not read an export by its tokenizer.json; "" where it does.
+
+    For some families AutoTokenizer takes a class of its own, whatever the files say.
+    """
+    from tokenizers import Tokenizer
+
+    theirs, ours = load_folder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend = getattr(theirs, "backend_tokenizer", None)
+    if backend is not None and deciding(backend) == deciding(ours):
+        return ""
+    return (
+        f"{folder}: for this family AutoTokenizer takes {type(theirs).__name__}, which reads other tokens than "
+        "training did; load the tokenizer with PreTrainedTokenizerFast.from_pretrained"
+    )
