@@ -23,7 +23,6 @@ from megatron_noloco.outer.payload import (
     Received,
     UnequalError,
     blocks_in,
-    find_steps,
     wide_type,
 )
 from megatron_noloco.outer.vectors import HOST, Buffers, Ranges
@@ -121,7 +120,7 @@ class BucketCode:
     def find_steps(self) -> None:
         """Fill `steps` of `part`. Call it before the first `encode`."""
         steps = self.steps[self.part]
-        find_steps([self.sketches[self.part], *self.their_sketches], self.codec.bits, steps)
+        self.codec.find_steps([self.sketches[self.part], *self.their_sketches], steps)
         steps *= self._code.coded[self.part]
 
     def within(self, part: slice) -> slice:

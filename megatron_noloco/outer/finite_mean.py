@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.host_kernels import halve, squared_distance
+from megatron_noloco.outer.host_kernels import halve, mean_of_group, mean_of_rows, squared_distance
 from megatron_noloco.plans.grouping import Group
 
 _AT_ONCE = 1 << 18  # elements, which stay in cache
@@ -105,7 +105,7 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     is: the first), so that a poisoned replica does not spread. The deviation of finite pieces and the
     number of poisoned elements are added to `report`.
 
-    Yields pieces of `out`, which may be one of the members; it is filled when they are exhausted.
+    Yields pieces of `out`, which may be one of a pair; it is filled when they are exhausted.
     """
     for start in range(0, len(out), _AT_ONCE):
         piece = slice(start, start + _AT_ONCE)
@@ -121,22 +121,11 @@ def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeRepor
         if math.isfinite(deviation):
             halve(one, two, out)
     else:
-        members = torch.stack(tuple(members)).unbind()  # since `out` may be one of them
-        mean = _mean_of_rows(members, out)
-        differences = (member - mean for member in members)  # torch.var along this axis is 40 times as slow
-        deviation = sum(float(torch.dot(one, one)) for one in differences) / (len(members) - 1)
+        deviation = mean_of_group(members, out) / (len(members) - 1)
     if math.isfinite(deviation):
         report.squared_deviation += deviation
         report.compared_elements += len(out)
         return
     report.poisoned_elements += len(out)
     finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
-    _mean_of_rows(torch.stack(finite), out)
-
-
-def _mean_of_rows(rows: Tensor | Sequence[Tensor], out: Tensor) -> Tensor:
-    """Fill `out`, row by row: `torch.mean` adds the last elements in another order than the others."""
-    out.copy_(rows[0])
-    for row in rows[1:]:
-        out.add_(row)
-    return out.div_(len(rows))
+    mean_of_rows(torch.stack(finite), out)

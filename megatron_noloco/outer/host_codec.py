@@ -5,14 +5,14 @@ same bits. Only the variance for reports is added up in another order.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, Array, byref, c_double, c_int64, c_void_p
+from ctypes import CDLL, byref, c_double, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.host_kernels import at, functions, in_parts
-from megatron_noloco.outer.payload import Codec, Coded, Found, Received
+from megatron_noloco.outer.host_kernels import addresses, at, functions, in_parts
+from megatron_noloco.outer.payload import STEPS_AT_ONCE, Codec, Coded, Found, Received, slices
 from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.payloads import keeps_rounding
 
@@ -37,6 +37,12 @@ class HostCodec(Codec):
         """See `Codec`."""
         in_parts(self._c.sketch, len(out), _LEAST, _vector(vector), at(signs), at(out))
 
+    def find_steps(self, sketches: Sequence[Tensor], out: Tensor) -> None:
+        """See `Codec`."""
+        rows = len(sketches), addresses(map(at, sketches)), c_float(self.range_in_steps(len(sketches)))
+        for piece in slices(len(out), STEPS_AT_ONCE):
+            self._c.find_steps(c_int64(piece.start), c_int64(piece.stop), *rows, at(out))
+
     def encode(self, vector: Tensor, steps: Tensor, digit: int, out: Coded) -> None:
         """See `Codec`."""
         coding = self.bits, digit, at(steps), at(self.weights)
@@ -50,8 +56,8 @@ class HostCodec(Codec):
 
     def sum_of(self, vector: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
         """See `Codec`."""
-        low, high = (_addresses(column) for column in zip(*map(_digits, others), strict=True))
-        checksums = _addresses([at(checksums) for _, checksums in others])
+        low, high = (addresses(column) for column in zip(*map(_digits, others), strict=True))
+        checksums = addresses([at(checksums) for _, checksums in others])
         coding = self.bits, at(steps), at(self.weights), len(others), low, high, checksums
         sums = keeps_rounding(self.bits, 1 + len(others)), 8 * out.itemsize, at(out)
         return self._found(self._c.sum_of, steps, (_vector(vector), coding, sums))
@@ -83,7 +89,3 @@ def _digits(theirs: Received) -> tuple[c_void_p, c_void_p]:
     """Return where a member's digits lie, the lowest first."""
     low, *more = map(at, theirs[0])
     return low, more[0] if more else at(None)
-
-
-def _addresses(places: Sequence[c_void_p]) -> Array[c_void_p]:
-    return (c_void_p * len(places))(*(place.value for place in places))

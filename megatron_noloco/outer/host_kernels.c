@@ -13,6 +13,11 @@ block of a vector of `length` elements is padded with zeros. */
 #define BLOCK 512
 #define CELLS 4
 #define BIG 1073741824.0f /* of the integers: 2^30 */
+#define MOST 8192 /* of these as in `payload`: STEPS_AT_ONCE, _NEAR, _UNLUCKY, _FINEST, _SMALLEST */
+#define NEAR 2
+#define UNLUCKY 8.0f
+#define FINEST 0x1p-22f
+#define SMALLEST 0x1p-100f
 #define EACH for (int i = 0; i < BLOCK; i++)
 
 typedef int64_t place;
@@ -123,6 +128,53 @@ void sketch(place begin, place end, const float *vector, place length, const flo
         for (int i = 0; i < 16; i++) sums[i] += sums[i + 16];
         for (int i = 0; i < 8; i++) sums[i] += sums[i + 8];
         for (int i = 0; i < CELLS; i++) out[block * CELLS + i] = sums[i] + sums[i + CELLS];
+    }
+}
+
+static float energy(const float *cells) {
+    return (cells[0] * cells[0] + cells[2] * cells[2]) + (cells[1] * cells[1] + cells[3] * cells[3]);
+}
+
+static float root(float x) { return (float)sqrt((double)x); }
+
+/* See `payload._smooth`; `energies` has NEAR numbers more on each side of a block's own. */
+static float smooth(const float *energies) {
+    float total = 0, own = energies[NEAR];
+    for (int i = 0; i <= 2 * NEAR; i++) total += energies[i];
+    float mean = total / (2 * NEAR + 1), most = UNLUCKY * own;
+    if (most < mean) mean = most;
+    return (mean > own ? mean : own) / BLOCK;
+}
+
+/* See `Codec.find_steps`: of at most MOST blocks from `begin` on, and for `members` sketches. */
+void find_steps(place begin, place end, int members, const float **sketches, float units, float *steps) {
+    float apart[MOST + 2 * NEAR] = {0}, size[MOST + 2 * NEAR] = {0};
+    bool finite[MOST];
+    int blocks = (int)(end - begin);
+    for (int i = 0; i < blocks; i++) {
+        const float *first = sketches[0] + (begin + i) * CELLS;
+        float all = energy(first), distance = 0;
+        for (int member = 1; member < members; member++) {
+            const float *other = sketches[member] + (begin + i) * CELLS;
+            float difference[CELLS];
+            for (int cell = 0; cell < CELLS; cell++) difference[cell] = first[cell] - other[cell];
+            distance += energy(difference) / (members - 1);
+            all += energy(other);
+        }
+        finite[i] = isfinite(all) && isfinite(distance);
+        apart[i + NEAR] = finite[i] ? distance : 0;
+        size[i + NEAR] = finite[i] ? all : 0;
+    }
+    for (int i = 0; i < blocks; i++) {
+        float step = root(smooth(apart + i)) * units, least = root(smooth(size + i) / members) * FINEST;
+        if (step < least) step = least;
+        if (step < SMALLEST) step = SMALLEST;
+        step *= 1 + 1.0f / 256;
+        uint32_t word;
+        memcpy(&word, &step, sizeof word);
+        word = (word + (word >> 16 & 1) + 0x7FFF) & 0xFFFF0000; /* to bf16 */
+        memcpy(&step, &word, sizeof step);
+        steps[begin + i] = finite[i] ? step : 0;
     }
 }
 
@@ -272,4 +324,27 @@ double squared_distance(place begin, place end, const float *one, const float *t
 void halve(place begin, place end, const float *one, const float *two, float *out) {
 #pragma GCC ivdep
     for (place i = begin; i < end; i++) out[i] = (one[i] + two[i]) * 0.5f;
+}
+
+/* Fill `out`, none of them, with the mean of vectors; return the sum of the squares of their differences to it. */
+double mean_of_group(place begin, place end, int members, const float **vectors, float *out) {
+    double total = 0;
+    for (place start = begin; start < end; start += BLOCK) {
+        int size = end - start < BLOCK ? (int)(end - start) : BLOCK;
+        float mean[BLOCK], squares[BLOCK] = {0};
+        memcpy(mean, vectors[0] + start, size * sizeof(float));
+        for (int member = 1; member < members; member++)
+            for (int i = 0; i < size; i++) mean[i] += vectors[member][start + i];
+        for (int i = 0; i < size; i++) mean[i] /= members;
+        for (int member = 0; member < members; member++)
+            for (int i = 0; i < size; i++) {
+                float apart = vectors[member][start + i] - mean[i];
+                squares[i] += apart * apart;
+            }
+        for (int width = BLOCK / 2; width; width /= 2)
+            for (int i = 0; i < width; i++) squares[i] += squares[i + width];
+        total += squares[0];
+        memcpy(out + start, mean, size * sizeof(float));
+    }
+    return total;
 }

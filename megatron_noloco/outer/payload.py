@@ -65,7 +65,8 @@ _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
 _FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
 _SMALLEST = 2.0**-100  # step where all is zero
-_AT_ONCE = 8192  # blocks in which steps are found; and that a GPU works on at a time: few, long kernels
+_AT_ONCE = 8192  # blocks that a GPU works on at a time: few, long kernels
+STEPS_AT_ONCE = 8192  # blocks in which steps are found: those nearby are looked for within them
 
 
 class UnequalError(ConnectionError):
@@ -175,6 +176,30 @@ class Codec:
                 width //= 2
                 rows[:, :width].add_(rows[:, width : 2 * width])
             out[at].copy_(rows[:, 0], non_blocking=True)
+
+    def range_in_steps(self, members: int) -> float:
+        """Return how many root mean squares of a difference make a step, in a group of so many."""
+        return CODES[self.bits].ranges[keeps_rounding(self.bits, members)] / (2 ** (self.bits - 1) - 1)
+
+    def find_steps(self, sketches: Sequence[Tensor], out: Tensor) -> None:
+        """Fill `out`, [blocks], with the steps for members of these sketches; 0 where a member is not finite.
+
+        All lie on the host. Two members may give the two sketches in either order, and get the same. Steps have 8
+        significant bits: the product of a step and a difference is exact in fp32.
+        """
+        first, *others = sketches
+        for at in slices(len(first), STEPS_AT_ONCE):
+            size = _energy(first[at])
+            difference = torch.zeros_like(size)
+            for other in others:
+                difference += _energy(first[at] - other[at]) / len(others)
+                size += _energy(other[at])
+            finite = torch.isfinite(size) & torch.isfinite(difference)
+            difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
+            difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
+            step = _root(difference).mul_(self.range_in_steps(len(sketches)))
+            step = torch.maximum(step, _root(size.div_(len(sketches))).mul_(_FINEST)).clamp_(min=_SMALLEST)
+            out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 
     def encode(self, vector: Tensor, steps: Tensor, digit: int, out: Coded) -> None:
         """Fill `out`, on any device, with digit number `digit` of n, the lowest first, and the checksums."""
@@ -373,28 +398,6 @@ def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:
 def slices(length: int, step: int) -> Iterator[slice]:
     """Yield slices of `step` elements from 0 to `length`; the last one may be shorter."""
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
-
-
-def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
-    """Fill `out`, [blocks], with the steps for members of these sketches; 0 where a member is not finite.
-
-    Two members may call it with the two sketches in either order, and get the same. Steps have 8 significant
-    bits: the product of a step and a difference is exact in fp32.
-    """
-    first, *others = sketches
-    holds = CODES[bits].ranges[keeps_rounding(bits, len(sketches))]
-    for at in slices(len(first), _AT_ONCE):
-        size = _energy(first[at])
-        difference = torch.zeros_like(size)
-        for other in others:
-            difference += _energy(first[at] - other[at]) / len(others)
-            size += _energy(other[at])
-        finite = torch.isfinite(size) & torch.isfinite(difference)
-        difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
-        difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
-        step = _root(difference).mul_(holds / (2 ** (bits - 1) - 1))
-        step = torch.maximum(step, _root(size.div_(len(sketches))).mul_(_FINEST)).clamp_(min=_SMALLEST)
-        out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 
 
 def _root(x: Tensor) -> Tensor:

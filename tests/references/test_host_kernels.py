@@ -25,7 +25,6 @@ from megatron_noloco.outer.payload import (
     Found,
     Received,
     blocks_in,
-    find_steps,
     signs_of,
     wide_type,
 )
@@ -105,8 +104,10 @@ def steps_of(members: list[Tensor], bits: int) -> Tensor:
             codec.sketch(vector, signs, sketches)
         same(*both)
         found.append(both[0])
-    steps = torch.empty(len(found[0]))
-    find_steps(found, bits, steps)
+    steps, in_c = torch.empty(2, len(found[0]))
+    for codec, out in zip(both_codecs(bits), (steps, in_c), strict=True):
+        codec.find_steps(found, out)
+    same(steps, in_c)
     steps[1::5] = 0.0
     return steps
 
@@ -247,6 +248,17 @@ def test_means_of_pairs(kind: str, elements: int, monkeypatch: pytest.MonkeyPatc
         host_kernels.halve(means[which], two, means[which])
     same(*means)
     assert distances[1] == pytest.approx(distances[0], rel=1e-5, abs=1e-35, nan_ok=True)
+
+
+@kinds
+@lengths
+@pytest.mark.parametrize("members", [3, 4])
+def test_means_of_groups(kind: str, elements: int, members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, means, squares = drawn(kind, members, elements), torch.empty(2, elements), list[float]()
+    for which in by_torch_and_c(monkeypatch):
+        squares.append(host_kernels.mean_of_group(vectors, means[which]))
+    same(*means)
+    assert squares[1] == pytest.approx(squares[0], rel=1e-5, abs=1e-35, nan_ok=True)
 
 
 # Whole runs

@@ -18,7 +18,6 @@ from megatron_noloco.outer.payload import (
     Codec,
     Received,
     blocks_in,
-    find_steps,
     message_bytes,
     signs_of,
     wide_type,
@@ -302,14 +301,14 @@ def test_step_holds_the_range() -> None:
     for vector, sketch in zip((mine, theirs), both, strict=True):
         codec.sketch(vector, signs_of(5), sketch)
     steps, swapped = torch.empty(2, len(both[0]))
-    find_steps([both[0], both[1]], 8, steps)
-    find_steps([both[1], both[0]], 8, swapped)
+    codec.find_steps([both[0], both[1]], steps)
+    codec.find_steps([both[1], both[0]], swapped)
     assert torch.equal(steps, swapped)
     root_mean_square = 0.1 / 2
     in_range = steps * 127 / root_mean_square
     assert 8 < float(in_range.mean()) < 11
     assert float((in_range > 4).float().mean()) > 0.99
-    find_steps([both[0], both[0]], 8, steps)
+    codec.find_steps([both[0], both[0]], steps)
     assert 0 < float(steps.max()) < 1e-6, "equal vectors: as fine as fp32"
 
 
