@@ -134,26 +134,22 @@ def ask_and_offer(giver: Someone, taker: Someone, name: str) -> None:
         taker.mesh.fetch(giver.me, "anothers", LONG)
 
 
-def test_pieces_pass_both_ways_between_listening_members(world: World) -> None:
-    one = world.add(0)
-    other = world.add(1, [one])
-    world.meet()
+def exchange_all(one: Someone, other: Someone) -> None:
+    """Exchange pieces of all kinds, both ways."""
     for number, (giver, taker) in enumerate([(one, other), (other, one)]):
-        exchange(giver, taker, f"small/{number}")
+        exchange(giver, taker, f"Odd näme?#%/{number}")
         exchange(giver, taker, f"empty/{number}", 0)
         exchange(giver, taker, f"large/{number}", 2**22 + 1)
-        exchange(giver, taker, f"Odd näme?#%/{number}")
         ask_and_offer(giver, taker, f"late/{number}")
 
 
-def test_pieces_pass_both_ways_with_a_hidden_member(world: World) -> None:
-    one = world.add(1)
-    hidden = world.add(0, [one], listens=False)
+@pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("listens", [True, False])
+def test_pieces_pass_both_ways(world: World, slots: tuple[int, int], listens: bool) -> None:
+    one = world.add(slots[0])
+    other = world.add(slots[1], [one], listens=listens)
     world.meet()
-    for number, (giver, taker) in enumerate([(one, hidden), (hidden, one)]):
-        exchange(giver, taker, f"small/{number}")
-        exchange(giver, taker, f"large/{number}", 2**22 + 1)
-        ask_and_offer(giver, taker, f"late/{number}")
+    exchange_all(one, other)
 
 
 @pytest.mark.parametrize("slot", [0, 2])
@@ -170,10 +166,7 @@ def test_a_member_that_advertises_a_wrong_address_acts(world: World, slot: int) 
         missed += [time.monotonic()] * (not one.sees(other))
         time.sleep(0.02)
     assert not missed, "its address refuses, and it is there"
-    for number, (giver, taker) in enumerate([(one, other), (other, one)]):
-        exchange(giver, taker, f"small/{number}")
-        exchange(giver, taker, f"large/{number}", 2**22 + 1)
-        ask_and_offer(giver, taker, f"late/{number}")
+    exchange_all(one, other)
 
 
 def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:

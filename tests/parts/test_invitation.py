@@ -52,13 +52,6 @@ def test_an_invitation_is_read_as_it_was_written(made: Invitation, keys: Keys, t
     assert member.identity(5).slot == 5
 
 
-def test_a_part_of_an_invitation_is_refused(made: Invitation) -> None:
-    text = text_of(made)
-    assert invitation_in(f" {text}\n") == made
-    for changed in (text[:-40], text[:20] + '"' + text[20:], "", "[]"):
-        assert "this is no invitation, or a part of it is missing" in refused(changed)
-
-
 def test_another_version_is_named(made: Invitation) -> None:
     content = json.loads(text_of(made)) | {"megatron_noloco": "9.0\x1b[2J"}
     told = f", this machine has {__version__}; install the same version"
@@ -116,8 +109,13 @@ def test_a_content_that_is_wrong_is_refused(made: Invitation, changes: dict[str,
     assert "a content that no `megatron-noloco invite` writes" in refused(json.dumps(content))
 
 
-@pytest.mark.parametrize("text", ["", "noloco-abc", "[" * 60_000, "null", '{"run": 1', "[]", "\0"])
-def test_a_text_that_is_no_invitation_is_refused_with_a_line(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "noloco-abc", "[" * 60_000, "null", '{"run": 1', "[]", "\0", "PART", "CHANGED"]
+)
+def test_a_text_that_is_no_invitation_is_refused_with_a_line(text: str, made: Invitation) -> None:
+    whole = text_of(made)
+    assert invitation_in(f" {whole}\n") == made
+    text = {"PART": whole[:-40], "CHANGED": whole[:20] + '"' + whole[20:]}.get(text, text)
     assert "this is no invitation, or a part of it is missing" in refused(text)
 
 

@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -45,56 +46,58 @@ def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:
     assert made.slot is None
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", "-----BEGIN CERTIFICATE-----\n", '{"public": "a", "secret": "b"}']
-)
-def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "key").write_text(content)
-    with pytest.raises(
-        ValueError, match="holds no key of this version; `megatron-noloco keys FILE` makes a new one"
-    ):
-        Keys.read(tmp_path / "key")
-    with pytest.raises(ValueError, match=r"federation.key_file: .*: No such file"):
-        Keys.read(tmp_path / "other")
-
-
-def test_a_key_of_version_0_4_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Its certificate is no authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "megatron_noloco federation")])
-    certificate = (
+def certificate_of(
+    name: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, signer: Any
+) -> x509.Certificate:
+    """Return a certificate of no authority, for ever."""
+    return (
         x509.CertificateBuilder()
         .subject_name(name)
-        .issuer_name(name)
+        .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime.datetime(1970, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
+        .sign(signer, hashes.SHA256())
     )
+
+
+def key_of_version_0_4() -> str:
+    """Return a key whose certificate is no authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "megatron_noloco federation")])
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    (tmp_path / "key").write_bytes(private + certificate.public_bytes(Encoding.PEM))
-    with pytest.raises(ValueError, match="holds no key of this version"):
-        Keys.read(tmp_path / "key")
+    return (private + certificate_of(name, name, key, key).public_bytes(Encoding.PEM)).decode()
 
 
-def test_half_a_key_is_none(tmp_path: Path) -> None:
-    """Neither what only others may know nor what only the owner does."""
-    Keys.make(tmp_path / "key")
-    private, certificate = (tmp_path / "key").read_text().split("-----BEGIN CERT")
-    for half in (private, "-----BEGIN CERT" + certificate):
-        (tmp_path / "half").write_text(half)
-        with pytest.raises(ValueError, match="holds no key"):
-            Keys.read(tmp_path / "half")
+BEGIN = "-----BEGIN "
 
 
-def test_the_key_of_one_and_the_certificate_of_another_are_none(keys: Keys, strangers: Keys) -> None:
-    own, other = (made._path.read_text().split("-----BEGIN CERT") for made in (keys, strangers))
-    mixed = keys._path.with_name("mixed")
-    mixed.write_text(own[0] + "-----BEGIN CERT" + other[1])
-    with pytest.raises(ValueError, match="holds no key"):
-        Keys.read(mixed)
+def test_a_file_without_a_key_is_refused_in_one_line(keys: Keys, strangers: Keys, tmp_path: Path) -> None:
+    """Half a key has either what only others may know, or what only the owner does."""
+    (private, certificate), (_, another) = (
+        made._path.read_text().split(f"{BEGIN}CERT") for made in (keys, strangers)
+    )
+    member = keys.member_file(7, time.time() + HOUR)
+    contents = {
+        "nothing": "",
+        "JSON": '{"public": "a", "secret": "b"}',
+        "a line": f"{BEGIN}CERTIFICATE-----\n",
+        "of version 0.4": key_of_version_0_4(),
+        "the private half": private,
+        "the public half": f"{BEGIN}CERT{certificate}",
+        "halves of two": f"{private}{BEGIN}CERT{another}",
+        "a member without its folder key": member.replace(f"{BEGIN}NOLOCO FOLDER", f"{BEGIN}NOTHING"),
+        "a member without its private key": member.replace(f"{BEGIN}PRIVATE", f"{BEGIN}NOTHING"),
+    }
+    for what, content in contents.items():
+        (tmp_path / what).write_text(content)
+        line = "holds no key of this version; `megatron-noloco keys FILE` makes a new one"
+        with pytest.raises(ValueError, match=line):
+            Keys.read(tmp_path / what)
+    with pytest.raises(ValueError, match=r"federation.key_file: .*: No such file"):
+        Keys.read(tmp_path / "no file")
 
 
 def test_a_member_file_is_its_slot_only_and_cannot_invite(keys: Keys, tmp_path: Path) -> None:
@@ -116,14 +119,6 @@ def test_a_member_file_ends(keys: Keys, tmp_path: Path) -> None:
     member = member_of(keys, tmp_path, 7, time.time() - HOUR)
     with pytest.raises(ValueError, match=r"was good until 20.* UTC; ask for a new one"):
         member.identity(7)
-
-
-def test_a_member_file_with_a_part_missing_is_refused(keys: Keys, tmp_path: Path) -> None:
-    text = keys.member_file(7, time.time() + HOUR)
-    for part in ("-----BEGIN NOLOCO FOLDER KEY-----", "-----BEGIN PRIVATE KEY-----"):
-        (tmp_path / "member").write_text(text.replace(part, "-----BEGIN NOTHING-----"))
-        with pytest.raises(ValueError, match="holds no key"):
-            Keys.read(tmp_path / "member")
 
 
 def test_a_signature_is_of_one_slot_and_one_text(keys: Keys, strangers: Keys) -> None:
@@ -155,15 +150,8 @@ def test_the_authority_and_a_member_cannot_issue_for_others(keys: Keys, tmp_path
         checker.check(authority, 3, b"text", b"")
     member = member_of(keys, tmp_path, 7, time.time() + HOUR)
     forged = ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(member._certificate.subject)
-        .issuer_name(keys._authority.subject)
-        .public_key(forged.public_key())
-        .serial_number(1)
-        .not_valid_before(datetime.datetime(1970, 1, 1))
-        .not_valid_after(datetime.datetime(9999, 1, 1))
-        .sign(member._private, hashes.SHA256())
+    certificate = certificate_of(
+        member._certificate.subject, keys._authority.subject, forged, member._private
     )
     with pytest.raises(ValueError, match="another key"):
         checker.check(certificate.public_bytes(Encoding.DER), 8, b"text", b"")

@@ -1,5 +1,6 @@
 """What the loop knows about a run becomes rows: time and speed."""
 
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -103,43 +104,39 @@ def test_one_replica_has_no_rounds_in_its_rows() -> None:
     assert row["time/exchange_seconds"] == 0.5, "outer steps take time all the same"
 
 
-def cross(rank: int, world_size: int) -> tuple[Rows, str]:
-    """A boundary at which a round ended early, and the steps up to the 9th were left out."""
+def written(rank: int, world_size: int, act: Callable[[Monitor], object]) -> tuple[Rows, str]:
+    """Return the rows and lines of a monitor that something is done with."""
     metrics, rows = begin()
     with redirect_stdout(StringIO()) as said:
         console = Console("lines", 10, 0, RunFacts(0.0, "", "", 0.0, "", "", ()))
-        watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
-        exchange = ExchangeReport((0, 1), bytes_sent=8, deadline_seconds=5.0)
-        boundary = Boundary(
-            9, 2, [RoundReport(4, exchange, 0.5, 0.5)], (" left |",), {"total/skipped_ahead": 2}
-        )
-        watched.boundary(boundary)
-        watched.local_step([])
-        watched.log(10)
+        act(Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console))
     return rows, said.getvalue()
 
 
+def cross(watched: Monitor) -> None:
+    """Come to a boundary at which a round ended early, and the steps up to the 9th were left out."""
+    report = RoundReport(4, ExchangeReport((0, 1), bytes_sent=8, deadline_seconds=5.0), 0.5, 0.5)
+    watched.boundary(Boundary(9, 2, [report], (" left |",), {"total/skipped_ahead": 2}))
+    watched.local_step([])
+    watched.log(10)
+
+
 def test_a_row_has_what_happened_between_two_steps() -> None:
-    (((row,), said),) = run_ranks(1, cross)
+    (((row,), said),) = run_ranks(1, written, cross)
     assert said == " left |\n"
     assert (row["round/index"], row["round/deadline_seconds"]) == (4, 5.0)
     assert (row["total/skipped_ahead"], row["total/sent_bytes"]) == (2, 8)
 
 
-def skip(rank: int, world_size: int) -> tuple[Rows, str]:
-    metrics, rows = begin()
-    with redirect_stdout(StringIO()) as said:
-        console = Console("lines", 10, 0, RunFacts(0.0, "", "", 0.0, "", "", ()))
-        watched = Monitor(metrics, BatchPlan(1, 1, 1, 1), Throughput(10, None, 1e12), console)
-        for number, why in enumerate(("a", "a", "b", "b", "", "b")):
-            exchange = ExchangeReport((0,) if why else (0, 1), missed=why)
-            watched.local_step([RoundReport(number, exchange, 0.0, 0.5)])
-        watched.log(6)
-    return rows, said.getvalue()
+def skip(watched: Monitor) -> None:
+    for number, why in enumerate(("a", "a", "b", "b", "", "b")):
+        exchange = ExchangeReport((0,) if why else (0, 1), missed=why)
+        watched.local_step([RoundReport(number, exchange, 0.0, 0.5)])
+    watched.log(6)
 
 
 def test_rounds_skipped_in_a_row_for_one_reason_have_one_line() -> None:
-    (((row,), said),) = run_ranks(1, skip)
+    (((row,), said),) = run_ranks(1, written, skip)
     assert said == " round 0 skipped | a |\n round 2 skipped | b |\n round 5 skipped | b |\n"
     assert row["total/missed_rounds"] == 5
 

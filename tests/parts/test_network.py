@@ -366,13 +366,3 @@ def test_a_restart_whose_clock_is_behind_is_the_later(
         assert own.mesh.me.incarnation == earlier.mesh.me.incarnation + 1
         until(lambda: 0 in other.present())
         own.check()
-
-
-def test_of_two_processes_of_a_slot_the_earlier_ends(tmp_path: Path) -> None:
-    with closing(through(tmp_path).open(0)) as earlier, closing(through(tmp_path).open(0)) as later:
-        until(lambda: later.mesh.me in earlier.mesh.members())
-        with pytest.raises(
-            UserError, match="another process of replica 0 has begun, and the others exchange"
-        ):
-            earlier.check()
-        later.check()

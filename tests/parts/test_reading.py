@@ -313,13 +313,6 @@ def test_a_number_is_read_as_it_was_written() -> None:
     assert read_row(json.dumps(row | {"eggs": 3, "train/loss": math.inf})) == row | {"train/loss": None}
 
 
-@pytest.mark.parametrize("facts", [{"steps": 10**400}, {"steps": "x"}, {"replicas": -1}, {"config": []}])
-def test_facts_that_no_run_writes_are_one_line(facts: dict[str, Any], run: Path) -> None:
-    (run / "run.json").write_text(json.dumps(facts))
-    line = f"{run}/run.json: not what a run writes there; remove the file to go without"
-    assert refusal_of("watch", "--once", run) == line
-
-
 def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"rendezvous": "file://there"}}}))
     rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
@@ -567,12 +560,17 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     [
         b'{"steps": 1',
         b'{"steps": "\xff"}',
+        b'{"steps": "x"}',
+        b'{"steps": 1%s}' % (b"0" * 400),
         b'{"replicas": "2"}',
+        b'{"replicas": -1}',
+        b'{"config": []}',
         b'{"replicas": 2, "config": {"federation": null}}',
         b'{"method": {}}',
     ],
+    ids=range(9),
 )
-def test_a_run_json_that_no_run_writes_is_refused(content: bytes, run: Path) -> None:
+def test_a_run_json_that_no_run_writes_is_one_line(content: bytes, run: Path) -> None:
     (run / "run.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"/run.json: not what a run writes there; remove the file"):
-        RunLog(run)
+    line = f"{run}/run.json: not what a run writes there; remove the file to go without"
+    assert refusal_of("watch", "--once", run) == line

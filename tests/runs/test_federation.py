@@ -25,7 +25,7 @@ from megatron_noloco.training.replica_state import ReplicaState
 from tests.kit.ranks import REPOSITORY, free_port, run_ranks, until
 from tests.kit.disturbed import command
 from tests.kit.faulty_run import plant
-from tests.kit.federation import Federation, assert_same, begin_alone, state_of
+from tests.kit.federation import Federation, assert_same, begin_alone, state_of, stay_for_the_killed
 from tests.kit.tiny import at_steps, sizes, tiny, write_text
 from tools.faults.replica import pause, send_times
 
@@ -69,31 +69,38 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
     assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
 
-def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:
+def test_a_killed_replica_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:
     """The others go on. It continues from its own checkpoint or a newer one of theirs; the new one from theirs.
 
-    None sees the files of another.
+    None sees the files of another, and any one is enough to find all: three jobs know only the first, which is
+    killed, and comes back elsewhere; a new one knows only the third.
     """
+    ports = [free_port() for _ in range(5)]
+
+    def found_by(seed: int, listen: int) -> dict[str, Any]:
+        addresses = [f"tcp://127.0.0.1:{ports[place]}" for place in (seed, listen)]
+        return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
+
     more = ENDLESS | {
         "federation": {"start_with": 3, "rounds_behind": 2},
         "evaluation": {"interval": 10, "iters": 2},
     }
     with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica in range(3):
-            federation.start(replica, disturb=WITH_PAUSES)
-        federation.until(2, 10)
-        federation.kill(2)
-        killed_at = federation.rows(2)[-1]["step"]
-        federation.until(0, killed_at + 20)
-        federation.start(2)
-        federation.until_it_has_a_partner(2, after=killed_at)
-        federation.start(3)
+            federation.start(replica, changes=found_by(0, replica), disturb=WITH_PAUSES)
+        federation.until(0, 10)
+        federation.kill(0)
+        killed_at = federation.rows(0)[-1]["step"]
+        federation.until(1, killed_at + 20)
+        federation.start(3, changes=found_by(2, 3))
         federation.until_it_has_a_partner(3, after=killed_at)
+        federation.start(0, changes=found_by(1, 4))
+        federation.until_it_has_a_partner(0, after=killed_at)
         for replica in range(3):
             federation.until_evaluated(replica)
         federation.stop()
-        assert "continuing from" in federation.log(2)
-        assert "recovered from replica" in federation.log(2)
+        assert "continuing from" in federation.log(0)
+        assert "recovered from replica" in federation.log(0)
         assert "recovered from replica" in federation.log(3)
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
@@ -101,7 +108,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
 def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str) -> None:
     """Of four ranks, tp 2 x pp 2, while a round of a fragment overlaps with local steps."""
     more = {
-        "parallel": sizes(tp=2, pp=2),
+        "parallel": sizes(pp=2),
         "noloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 3},
         "federation": {"start_with": 2, "rounds_behind": 1000, "skip_local_steps": False},
         "training": {"train_iters": 12},
@@ -109,8 +116,8 @@ def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str
     }
     lost = 1  # the second tensor-parallel rank of the first stage, in local step 7
     with Federation(tmp_path, changes(text, **more)) as federation:
-        federation.start(0, ranks=4)
-        federation.start(1, ranks=4, disturb=partial(plant, "SIGKILL", lost, 7))
+        federation.start(0, 2)
+        federation.start(1, 4, {"parallel": sizes(tp=2, pp=2)}, partial(plant, "SIGKILL", lost, 7))
         codes = federation.exit_codes(1)
         assert [code == -signal.SIGKILL for code in codes] == [False, True, False, False]
         assert codes[0] == codes[2] == codes[3] == 1
@@ -219,30 +226,6 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
         ends = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
         assert max(ends) - min(ends) < 1e-5, "one model, but sums in another order"
         assert max(ends) < 5.0, "of 5.6 at the start"
-
-
-def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> None:
-    """Three jobs know only the first. It is killed and comes back elsewhere; a new one knows only the third."""
-    ports = [free_port() for _ in range(5)]
-
-    def found_by(seed: int, listen: int) -> dict[str, Any]:
-        addresses = [f"tcp://127.0.0.1:{ports[place]}" for place in (seed, listen)]
-        return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
-
-    more = ENDLESS | {"federation": {"start_with": 3, "rounds_behind": 2}}
-    with Federation(tmp_path, changes(text, **more)) as federation:
-        for replica in range(3):
-            federation.start(replica, changes=found_by(0, replica), disturb=WITH_PAUSES)
-        for replica in range(3):
-            federation.until_it_has_a_partner(replica, after=0)
-        federation.kill(0)
-        killed_at = federation.rows(0)[-1]["step"]
-        federation.until(1, killed_at + 8)
-        federation.start(3, changes=found_by(2, 3))
-        federation.until_it_has_a_partner(3, after=killed_at)
-        federation.start(0, changes=found_by(1, 4))
-        federation.until_it_has_a_partner(0, after=killed_at)
-        federation.stop()
 
 
 def test_untrained_replica_does_not_join_trained_ones(tmp_path: Path, text: str) -> None:
@@ -398,7 +381,7 @@ def test_a_killed_job_takes_the_final_model_of_the_others(tmp_path: Path, text: 
     }
     with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica in range(3):
-            federation.start(replica, disturb=WITH_PAUSES)
+            federation.start(replica, disturb=partial(stay_for_the_killed, 0.03))
         federation.until(2, 30)
         federation.kill(2)
         for replica in range(2):
@@ -423,27 +406,21 @@ def last_losses(federation: Federation, replicas: int) -> list[float]:
 
 
 def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
-    """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
+    """One replica sends NaN, one a million times its weights: the other two train as without them."""
     more = {
+        "federation": {"start_with": 4},
         "training": {"train_iters": 24},
         "checkpoint": {"save_interval": 0},
         "evaluation": {"interval": 24, "iters": 4},
     }
-    losses = []
-    for poisonous in ((), (math.nan, 1e6)):
-        start_with = {"federation": {"start_with": 3 + len(poisonous)}}
-        changed = changes(text, **tiny(more, start_with))
-        with Federation(tmp_path / f"{len(poisonous)}", changed) as federation:
-            for replica in range(3):
-                federation.start(replica)
-            for replica, factor in enumerate(poisonous, start=3):
-                federation.start(replica, disturb=partial(send_times, factor))
-            federation.wait()
-            losses.append(last_losses(federation, 3))
-    log = "".join(federation.log(replica) for replica in range(3))
-    assert "| replica 3 sent numbers that are not finite |" in log
-    assert "| replica 4 sent absurd numbers, " in log
-    assert losses[1] == pytest.approx(losses[0], rel=0.03)  # a busy machine leaves out other steps
+    with Federation(tmp_path, changes(text, **more)) as federation:
+        for replica, factor in enumerate((1.0, 1.0, math.nan, 1e6)):
+            federation.start(replica, disturb=partial(send_times, factor))
+        federation.wait()
+        assert max(last_losses(federation, 2)) < 3.5, "as low as counting letters"
+        log = federation.log(0) + federation.log(1)
+    assert "| replica 2 sent numbers that are not finite |" in log
+    assert "| replica 3 sent absurd numbers, " in log
 
 
 def poisons_itself(step: int) -> None:

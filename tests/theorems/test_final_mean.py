@@ -1,8 +1,9 @@
 """At their end all replicas have the same bits, whatever is lost, cut or killed meanwhile."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ from tests.kit.worlds import members_of, pause, replica_of, run_all
 
 LENGTH, BUCKET = 64, 12
 DEADLINE = 60.0
+STAYS = 300.0  # a replica that has its mean
 SETTINGS = NolocoSettings(local_steps=10, deadline_seconds=DEADLINE), FederationSettings()
 
 
@@ -84,16 +86,26 @@ def test_what_a_round_in_doubt_has_changed_is_in_the_mean() -> None:
     assert not any((replica.ledger.doubts, replica.ledger.changes, replica.ledger.late))
 
 
-def at_their_end(world: World, count: int = 4, body: Callable[[Members], Any] | None = None) -> list[Any]:
-    """Let replicas with weights 1, 2, 4, 8 come to their end, and stay until the others have it."""
-    members = [members_of(world, slot) for slot in range(count)]
+def at_their_end(
+    world: World,
+    count: int = 4,
+    body: Callable[[Members], Any] | None = None,
+    slot: int = 1,
+    hidden: Collection[int] = (),
+) -> list[Any]:
+    """Let replicas with weights 1, 2, 4, 8 come to their end, and stay until the others have it.
+
+    Args:
+        body: what the replica in `slot` does instead.
+    """
+    members = [members_of(world, one, hidden=one in hidden) for one in range(count)]
 
     def one(own: Members) -> Any:
-        found = end(own, float(2**own.slot)) if body is None or own.slot != 1 else body(own)
-        pause(own.mesh, 300.0)
+        found = end(own, float(2**own.slot)) if body is None or own.slot != slot else body(own)
+        pause(own.mesh, STAYS)
         return found
 
-    return run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    return run_all(world, [(own, partial(one, own)) for own in members])
 
 
 def test_all_have_the_mean_of_all() -> None:
@@ -152,17 +164,7 @@ def test_a_slow_line_is_no_reason_to_give_up() -> None:
 
 
 def test_hidden_replicas_have_the_mean_by_way_of_a_third() -> None:
-    def stays(own: Members) -> End:
-        found = end(own, float(2**own.slot))
-        pause(own.mesh, 60.0)
-        return found
-
-    world = World()
-    members = [members_of(world, slot, hidden=slot > 0) for slot in range(3)]
-    found = run_all(
-        world,
-        [(own, lambda own=own: stays(own)) for own in members],  # type: ignore[misc]
-    )
+    found = at_their_end(World(), 3, hidden=(1, 2))
     assert [one.group for one in found] == [(0, 1, 2)] * 3
     assert {round(one.mean, 5) for one in found} == {round(7 / 3, 5)}
 
@@ -187,17 +189,10 @@ def test_a_replica_that_ended_far_behind_is_not_in_the_mean() -> None:
 
 def test_the_lowest_slot_that_ended_far_behind_holds_nobody_up() -> None:
     world = World()
-    members = [members_of(world, slot) for slot in range(2)]
-
-    def one(own: Members) -> tuple[End, float]:
-        found, at = end(own, 1.0, done=100 if own.slot else 10), own.mesh.clock()
-        pause(own.mesh, 60.0)
-        return found, at
-
-    first, second = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
-    assert first[0].is_late
-    assert second[0].group == (1,)
-    assert max(first[1], second[1]) < 10.0
+    first, second = at_their_end(world, 2, lambda own: end(own, 1.0, done=10), slot=0)
+    assert first.is_late
+    assert second.group == (1,)
+    assert world.now < 10.0 + STAYS
 
 
 @pytest.mark.parametrize("weight", [float("nan"), 1e6])
@@ -239,20 +234,9 @@ def test_a_hostile_child_counts_once_at_most() -> None:
 def test_a_member_that_stands_still_is_left_out(still: int) -> None:
     """It says that it is at its end, and does nothing else, though it answers."""
     world = World()
-    members = [members_of(world, slot) for slot in range(4)]
-
-    def one(own: Members) -> Any:
-        if own.slot == still:
-            own.go_on(9, "ended")
-            return pause(own.mesh, 3000.0)
-        found = end(own, float(2**own.slot))
-        pause(own.mesh, 60.0)
-        return found.mean, own.mesh.clock()
-
-    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
-    honest = [one for one in found if one is not None]
-    assert {round(3 * mean, 4) for mean, _ in honest} == {15 - 2**still}
-    assert max(at for _, at in honest) < 600.0
+    found = at_their_end(world, body=lambda own: own.go_on(9, "ended"), slot=still)
+    assert {round(3 * one.mean, 4) for one in found if one is not None} == {15 - 2**still}
+    assert world.now < 600.0 + STAYS
 
 
 def one_of(slot: int) -> Member:
@@ -293,17 +277,7 @@ def hostile(own: Members, what: str) -> None:
 )
 def test_a_liar_at_the_end_leaves_one_model(what: str, slot: int) -> None:
     """Or none yet: who has no mean takes the state of a replica that has it."""
-    world = World()
-    members = [members_of(world, slot) for slot in range(4)]
-
-    def one(own: Members) -> Any:
-        if own.slot == slot:
-            return hostile(own, what)
-        found = end(own, float(2**own.slot))
-        pause(own.mesh, 60.0)
-        return found
-
-    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    found = at_their_end(World(), body=lambda own: hostile(own, what), slot=slot)
     honest = [one for one in found if one is not None]
     means = {round(one.mean, 4) for one in honest if not one.is_late}
     assert len(means) == 1
@@ -320,18 +294,12 @@ def test_a_proposal_that_leaves_others_out_brings_no_absurd_mean() -> None:
 
 
 def test_who_comes_when_all_have_their_mean_is_told_so() -> None:
-    world = World()
-    members = [members_of(world, slot) for slot in range(3)]
+    def trains_on(own: Members) -> End:
+        own.go_on(-1, "training")
+        pause(own.mesh, 100.0)
+        return end(own, 4.0)
 
-    def one(own: Members) -> End:
-        if own.slot == 2:
-            own.go_on(-1, "training")
-            pause(own.mesh, 100.0)
-        found = end(own, float(2**own.slot))
-        pause(own.mesh, 200.0)
-        return found
-
-    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    found = at_their_end(World(), 3, trains_on, slot=2)
     assert [one.mean for one in found[:2]] == [1.5, 1.5]
     assert found[2].is_late or found[2].mean == 4.0
 
@@ -349,7 +317,7 @@ def test_who_comes_when_all_left_makes_no_mean_alone() -> None:
         own.close()
         return found
 
-    found = run_all(world, [(own, lambda own=own: one(own)) for own in members])  # type: ignore[misc]
+    found = run_all(world, [(own, partial(one, own)) for own in members])
     assert [one.mean for one in found] == [2.5, 2.0, 2.5]
     assert found[1].is_late
 

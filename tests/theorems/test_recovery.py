@@ -307,7 +307,7 @@ def test_a_stopping_job_takes_no_state() -> None:
     assert found.lines == []
 
 
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(two_layouts(), st.sampled_from((700, 10**6)))
 def test_a_taker_of_any_layout_gets_the_vector(layouts: tuple[Layout, Layout], bucket: int) -> None:
     assume(all(layout.topology.replica_size <= MOST_RANKS for layout in layouts))
