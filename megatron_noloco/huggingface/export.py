@@ -77,7 +77,7 @@ def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_sh
         max_shard_size=max_shard_bytes,
     )
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        index: dict[str, object] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         _write_json(output / INDEX, index)
     for file, names in split.filename_to_tensors.items():
         with naming_file(output / file):

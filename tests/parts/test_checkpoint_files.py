@@ -64,12 +64,12 @@ def test_equal_weights_are_evaluated_once(rank: int, tmp_path: Path) -> None:
             path.write_text(json.dumps(json.loads(path.read_text()) | files))
         else:
             shutil.copy(first, path)
-    assert list(open_weights([folder], str(text), None).readers) == ["each of 3 replicas (equal weights)"]
+    assert list(open_weights([folder], str(text), None)[3]) == ["each of 3 replicas (equal weights)"]
     assert inspect(folder)[1][5].endswith("per replica, the same in all, bit for bit")
     write_rank(folder, rank)
     assert inspect(folder)[1][5].endswith("per replica")
     sets = ["replica 0", "replica 1", "replica 2", "mean model"]
-    assert list(open_weights([folder], str(text), None).readers) == sets
+    assert list(open_weights([folder], str(text), None)[3]) == sets
 
 
 def test_tokens_of_a_mean_are_those_of_all_or_not_known(tmp_path: Path) -> None:

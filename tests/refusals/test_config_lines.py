@@ -119,7 +119,6 @@ WRONG: list[dict[str, Any]] = [
     schedule("WarmupCosineLR", total_num_steps=10, warmup_num_steps=11),
     schedule("WarmupDecayLR", total_num_steps="auto"),
     schedule("WSD", total_num_steps="auto", decay_num_steps=11),
-    {"data.text": None, "data.data_path": "0.3 a 0.7 b"},
     schedule("WSD", total_num_steps="auto", decay_num_steps=4, warmup_num_steps=9),
     # the data
     {"data.text": MISSING},
