@@ -30,7 +30,6 @@ from tools.faults.replica import pause
 LONGEST_SECONDS = 400.0  # where other work shares the cores
 _LOOK_SECONDS = 0.02
 _WHERE = signal.SIGRTMIN  # has a job write where its threads are
-_BACK_SECONDS = membership._BACK_SECONDS  # of users; jobs of tests hardly wait at their end
 
 
 def begin_alone(pause_seconds: float = 0.0) -> None:
@@ -38,12 +37,6 @@ def begin_alone(pause_seconds: float = 0.0) -> None:
     membership.FIRST_SECONDS = 0.0
     if pause_seconds:
         pause(pause_seconds)
-
-
-def stay_for_the_killed(pause_seconds: float) -> None:
-    """Let a job, as its `disturb`, wait at its end for others to come back; pause in each local step."""
-    membership._BACK_SECONDS = _BACK_SECONDS
-    pause(pause_seconds)
 
 
 class Federation:
@@ -227,7 +220,6 @@ def _run(
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     leaving._LATE_RANK_0_SECONDS = 0.0
-    membership._BACK_SECONDS = range(2)
     output = os.open(folder / log_name(replica, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)

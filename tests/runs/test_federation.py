@@ -25,7 +25,7 @@ from megatron_noloco.training.replica_state import ReplicaState
 from tests.kit.ranks import REPOSITORY, free_port, run_ranks, until
 from tests.kit.disturbed import command
 from tests.kit.faulty_run import plant
-from tests.kit.federation import Federation, assert_same, begin_alone, state_of, stay_for_the_killed
+from tests.kit.federation import Federation, assert_same, begin_alone, state_of
 from tests.kit.tiny import at_steps, sizes, tiny, write_text
 from tools.faults.replica import pause, send_times
 
@@ -381,7 +381,7 @@ def test_a_killed_job_takes_the_final_model_of_the_others(tmp_path: Path, text: 
     }
     with Federation(tmp_path, changes(text, **more), apart=True) as federation:
         for replica in range(3):
-            federation.start(replica, disturb=partial(stay_for_the_killed, 0.03))
+            federation.start(replica, disturb=WITH_PAUSES)
         federation.until(2, 30)
         federation.kill(2)
         for replica in range(2):
