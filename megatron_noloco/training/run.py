@@ -90,7 +90,7 @@ class Run:
             self.monitor.close()
         if failed_save is not None:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
-        if not stopped:
+        if self.schedule.averages and not stopped:
             self.peers.stay(done)
         self.peers.close(at_once=False)
         saved = not self.checkpointer.last_save_failed

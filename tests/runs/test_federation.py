@@ -48,10 +48,16 @@ def changes(text: str, **more: Any) -> dict[str, Any]:
     return tiny(more, base)
 
 
+def come_back_for_an_hour() -> None:
+    """Have a job, as its `disturb`, wait for an hour at its end for others that want the final model."""
+    membership._BACK_SECONDS = range(3600, 3601)
+
+
 def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -> None:
+    """Without a mean at the end, so that no job stays at its end to give it."""
     with Federation(tmp_path, changes(text, federation={"start_with": 2})) as federation:
-        federation.start(0)
-        federation.start(2)
+        federation.start(0, disturb=come_back_for_an_hour)
+        federation.start(2, disturb=come_back_for_an_hour)
         federation.wait()
     folders = [tmp_path / "replica_00", tmp_path / "replica_02"]
     outcomes = {
