@@ -192,7 +192,10 @@ class BucketCode:
         if self.digits == 1:
             missing = int(left_over[-1]) * (-len(self._bucket) % BLOCK)
             self._report.resent_elements += int(left_over.sum()) * BLOCK - missing
-        stay = ~self.held & (self.steps > 0) & (self.digits < DIGITS)
+        elif self.digits == DIGITS:
+            self.blocks = 0
+            return
+        stay = ~self.held & (self.steps > 0)
         theirs = stay[self.part]
         lower = [[digit[theirs] for digit in digits] for digits in self._digits]
         self.digits, self.steps = self.digits + 1, self.steps[stay]

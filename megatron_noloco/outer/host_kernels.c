@@ -1,9 +1,10 @@
 /* The arithmetic of a round on fp32 vectors in host memory, with the bits of the same operations in torch.
 
 Built without fused multiply-adds (`host_kernels.py`): products and sums round apart, as the format asks. Loops are
-simple, so that compilers use the processor's vector instructions. A function works on a part, begin..end, of the
-blocks or the elements of a vector. Blocks are the code's (`payload`), each worked on in one pass; a short last
-block of a vector of `length` elements is padded with zeros. */
+simple, so that compilers use the processor's vector instructions, and write means to their places at once: a copy
+of whole rows waits for memory. `ivdep` is for results in the place of an argument. A function works on a part,
+begin..end, of the blocks or the elements of a vector. Blocks are the code's (`payload`), each worked on in one
+pass; a short last block of a vector of `length` elements is padded with zeros. */
 #include <limits.h>
 #include <math.h>
 #include <stdbool.h>
@@ -195,7 +196,7 @@ void encode(place begin, place end, const float *vector, place length, int bits,
 bool average(place begin, place end, const float *vector, place length, int bits, const float *steps,
              const int32_t *weights, const uint8_t *low, const uint8_t *high, const int32_t *checksums, float *out,
              bool *right, double *variance) {
-    float padded[BLOCK], mean[BLOCK];
+    float padded[BLOCK];
     int32_t n[BLOCK], m[BLOCK], rest;
     int64_t squares;
     bool unequal = false;
@@ -205,9 +206,10 @@ bool average(place begin, place end, const float *vector, place length, int bits
         whole_steps(row, step, n);
         bool fits = differences(bits, low, high, block, n, weights, checksums[block] - rest, m, &unequal, &squares);
         right[block] = fits && step > 0;
-        float scale = step * (fits ? 1.0f : 0.0f) / 2;
-        EACH mean[i] = (float)m[i] * scale + row[i];
-        memcpy(out + block * BLOCK, mean, elements_of(length, block) * sizeof(float));
+        float scale = step * (fits ? 1.0f : 0.0f) / 2, *mean = out + block * BLOCK;
+        int size = elements_of(length, block);
+#pragma GCC ivdep
+        for (int i = 0; i < size; i++) mean[i] = (float)m[i] * scale + row[i];
         if (right[block]) *variance += (double)step * step * squares / 2;
     }
     return unequal;
@@ -259,26 +261,29 @@ bool sum_of(place begin, place end, const float *vector, place length, int bits,
 /* Fill `out` with the mean from a group's sums; with `rounding`, s * mean(n), and c - s n. */
 void average_sums(place begin, place end, const float *vector, place length, const float *steps, int width,
                   const void *sums, int members, float *out, float *rounding) {
-    float padded[BLOCK], mean[BLOCK], left[BLOCK];
+    float padded[BLOCK];
     int32_t n[BLOCK], m[BLOCK], rest;
     for (place block = begin; block < end; block++) {
         const float *row = row_of(vector, length, block, padded, &rest);
-        float step = steps[block];
-        size_t bytes = elements_of(length, block) * sizeof(float);
+        float step = steps[block], *mean = out + block * BLOCK;
+        int size = elements_of(length, block);
         whole_steps(row, step, n);
         if (width == 8) EACH m[i] = (int8_t)(((const int8_t *)sums)[block * BLOCK + i] - members * n[i]);
         else if (width == 16) EACH m[i] = (int16_t)(((const int16_t *)sums)[block * BLOCK + i] - members * n[i]);
         else EACH m[i] = ((const int32_t *)sums)[block * BLOCK + i] - members * n[i];
         if (rounding) {
             double scale = (double)step / members;
-            EACH left[i] = row[i] - (float)n[i] * step;
-            EACH mean[i] = (float)(((double)n[i] * members + m[i]) * scale);
-            memcpy(rounding + block * BLOCK, left, bytes);
+            float *left = rounding + block * BLOCK;
+#pragma GCC ivdep
+            for (int i = 0; i < size; i++) {
+                left[i] = row[i] - (float)n[i] * step;
+                mean[i] = (float)(((double)n[i] * members + m[i]) * scale);
+            }
         } else {
             float scale = step / (float)members;
-            EACH mean[i] = (float)m[i] * scale + row[i];
+#pragma GCC ivdep
+            for (int i = 0; i < size; i++) mean[i] = (float)m[i] * scale + row[i];
         }
-        memcpy(out + block * BLOCK, mean, bytes);
     }
 }
 
