@@ -128,4 +128,4 @@ def _mean_of_piece(members: Sequence[Tensor], out: Tensor, report: ExchangeRepor
         return
     report.poisoned_elements += len(out)
     finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
-    mean_of_rows(torch.stack(finite), out)
+    mean_of_rows(finite, out)
