@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.members import Peer, PeerStatus
+from megatron_noloco.federation.members import Peer
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.partners import Availability, Partners
+from megatron_noloco.federation.statuses import PeerStatus
 
 BEHIND = 3  # rounds that a partner may be behind
 OWN = 9  # slot
