@@ -86,7 +86,7 @@ class Members:
     def change(self, **changes: Any) -> None:
         """Publish a change of the status of this replica."""
         with self._lock:
-            self.status = replace(self.status, **changes, rows=[])
+            self.status = replace(self.status, **changes, step=self.step, rows=[])
             room = _MOST_CHARACTERS - len(json.dumps(asdict(self.status)))
             while len(json.dumps(list(self._rows))) > room and self._rows:
                 self._rows.popleft()
