@@ -39,7 +39,7 @@ def there(
 
 def in_round(number: int, begun: int, partner: int = OWN) -> Peer:
     """A replica with a round under way."""
-    return there(begun, under_way=[number], partners={str(number): partner})
+    return there(begun, under_way=[number], partners={number: partner})
 
 
 @given(st.lists(waits, max_size=20), st.lists(waits, min_size=8, max_size=8))
