@@ -6,12 +6,12 @@ from typing import TypeVar
 
 from megatron_noloco.federation.catch_up import Ended, UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
-from megatron_noloco.federation.members import FinalStatus
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.recovery import Recovery
 from megatron_noloco.federation.rounds import Replica, late_change
 from megatron_noloco.federation.states import StateAdapter
+from megatron_noloco.federation.statuses import FinalStatus
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import ExchangeReport, OuterOptimizer, RoundReport

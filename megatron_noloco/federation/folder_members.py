@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import PriorityQueue
 from typing import Any, NamedTuple
@@ -235,8 +236,8 @@ class FolderMembers:
     def leave(self) -> bool:
         """Write a last status; return whether nobody else is in the folder. Raises OSError."""
         own = self._statuses.own
-        if own is not None and not own.has_left:
-            self._statuses.sign({**own.status, "phase": "left"})
+        if own is not None and own.status.phase != "left":
+            self._statuses.sign(replace(own.status, phase="left"))
         self._write_sign()
         self._look()
         for member, sign in self._to_read():
@@ -246,7 +247,7 @@ class FolderMembers:
     def _has_left(self, member: Member) -> bool:
         """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
         signed, sign = self._statuses.of(member.slot), self._signs[member]
-        if signed is None or not signed.has_left:
+        if signed is None or signed.status.phase != "left":
             return False
         return signed.member > member or sign.number >= signed.number
 
@@ -261,7 +262,7 @@ class FolderMembers:
         self._beat_at = time.monotonic() + _BEAT_SECONDS
         if (own := self._statuses.own) is None:
             return
-        if self._make_folders() and not own.has_left:  # or another, which has left as well, has removed all
+        if self._make_folders() and own.status.phase != "left":  # others that leave remove all
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)
@@ -362,7 +363,7 @@ class FolderMembers:
                 if self._looked < sign.changed + sign.lease
                 and (signed := self._statuses.of(member.slot)) is not None
                 and signed.member == member
-                and not signed.has_left
+                and signed.status.phase != "left"
             )
             is_new, self.present = present != self.present, present
         if is_new:

@@ -29,7 +29,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_noloco.federation.mesh import Member, Mesh
-from megatron_noloco.federation.statuses import SignedStatus, addresses_in
+from megatron_noloco.federation.statuses import SignedStatus
 from megatron_noloco.settings import MOST_SLOTS
 
 LEASE_SECONDS = 10.0  # without a line, after which a link has ended
@@ -123,12 +123,13 @@ class Peer:
 
     def update(self, signed: SignedStatus) -> None:
         """Take a later status of this member."""
-        self.signed, self.advertised = signed, addresses_in(signed.status)
+        self.signed = signed
 
     @property
     def addresses(self) -> list[str]:
         """Where to dial it, the best first."""
-        return [address for address in dict.fromkeys([self.address, *self.advertised, self.seed]) if address]
+        addresses = [self.address, *self.signed.status.addresses, self.seed]
+        return [address for address in dict.fromkeys(addresses) if address]
 
     @property
     def is_linked(self) -> bool:
@@ -144,7 +145,7 @@ class Peer:
         is_dialling = (
             self.dialling is not None and not self.dialling.done()
         )  # it may have ended before it began
-        is_open = self.link is not None or is_dialling or self.signed.has_left
+        is_open = self.link is not None or is_dialling or self.signed.status.phase == "left"
         return not is_open and time.monotonic() >= self.dial_at and bool(self.addresses)
 
     def put_off(self) -> float:
@@ -205,9 +206,7 @@ class Links:
                 known.link.end()
             _, ends = self.statuses.identity.owner_of(signed.certificate)
             own = self.statuses.own
-            waits = (
-                own is not None and bool(addresses_in(own.status)) and _is_later(signed.member, self.mesh.me)
-            )
+            waits = own is not None and bool(own.status.addresses) and _is_later(signed.member, self.mesh.me)
             self.peers[slot] = Peer(signed, ends, time.monotonic() + _TURN_SECONDS * waits)
         for peer in self.peers.values():
             if peer.link is not None and peer.slot != slot:
@@ -254,7 +253,7 @@ class Links:
         Args:
             told: members to which others have links.
         """
-        has_ended = peer.signed.has_left or time.time() > peer.ends
+        has_ended = peer.signed.status.phase == "left" or time.time() > peer.ends
         return not has_ended and (peer.is_linked or peer.member in told)
 
     def acts(self, member: Member) -> bool:
@@ -267,7 +266,7 @@ class Links:
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = self.peers.values()
-        tellers = (peer for peer in peers if peer.is_linked and not peer.signed.has_left)
+        tellers = (peer for peer in peers if peer.is_linked and peer.signed.status.phase != "left")
         told = frozenset[Member]().union(*(peer.linked for peer in tellers))
         present = frozenset(peer.member for peer in peers if self.is_there(peer, told))
         reachable = frozenset(peer.member for peer in peers if peer.member in present and peer.is_linked)

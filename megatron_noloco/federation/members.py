@@ -13,25 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing import Any
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import REFUSED, differences, refusal
-from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
+from megatron_noloco.federation.mesh import Member, Mesh
+from megatron_noloco.federation.statuses import KEPT_ROUNDS, LONGEST_ROW, MOST_ROWS, PeerStatus, Phase
 
 NO_PART = "has no part in this round"
 STOPPED = "a job was asked to stop"
-LARGEST = 2**53
-LONGEST_ROW = 3000  # characters
 WORD_SECONDS = 3.0  # for the last word on a round to arrive, before a replica leaves
-_MOST_ROWS = 4  # in a status
-_KEPT_ROUNDS = 8  # in a status, besides those under way
-_MOST_ROUNDS = MOST_FRAGMENTS + _KEPT_ROUNDS
 _MOST_CHARACTERS = 12_000  # of a status; carriers add some
 _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
 _LOOK_SECONDS = 1.0
@@ -43,90 +36,6 @@ _VERBS = {  # of one replica, of several
     "left": ("has left", "have left"),
     "lost": ("is lost", "are lost"),
 }
-
-Phase = Literal["training", "behind", "ended", "left"]
-Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
-Number = Annotated[int, Field(ge=0, le=LARGEST)]
-Text = Annotated[str, Field(max_length=255)]
-Row = Annotated[str, Field(max_length=LONGEST_ROW)]
-
-
-@dataclass(frozen=True)
-class FinalStatus:
-    """What a replica publishes of the mean at the end; see `final_mean`.
-
-    Attributes:
-        attempt: number of the attempt that it has proposed last; 0: none.
-        members: of this attempt: slots.
-        processes: a digest of which processes of these slots are members.
-        parents: of these in the tree; -1 for the root.
-        missed: slots that it does not reach.
-        refused: slots that have sent it numbers that must not be used, or nothing.
-        final: "ROOT/NUMBER" of the attempt whose mean it uses; "": none.
-    """
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
-
-    attempt: Number = 0
-    members: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    processes: Text = ""
-    parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
-        field(default_factory=list)
-    )
-    missed: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    final: Text = ""
-
-
-@dataclass(frozen=True)
-class PeerStatus:
-    """What a replica publishes of itself. Every field is checked before it is used.
-
-    Attributes:
-        phase: "training"; "behind": it recovers a state, and begins no round before; "ended": it waits for the
-            mean at the end; "left": it comes no more.
-        begun: the latest round that it has begun; -1: none.
-        partners: the partner in each of the last rounds, by number of the round.
-        under_way: the rounds that are under way.
-        step: local steps of the state that it can give; 0: it has no state to give.
-        addresses: where others dial it, "HOST:PORT"; none: nobody can.
-        hidden: whether two replicas of which this holds cannot exchange.
-        site: the name of where it is; "" if its job gives no name.
-        kind, digests, batch: see `compatibility.RunIdentity`.
-        reaches: at its end: the slots with which it can exchange.
-        mean: of the mean at the end.
-        rows: its newest rows of metrics, numbered.
-    """
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
-
-    phase: Phase = "training"
-    begun: Annotated[int, Field(ge=-1, le=LARGEST)] = -1
-    partners: Annotated[dict[str, Slot], Field(max_length=_MOST_ROUNDS)] = field(default_factory=dict)
-    under_way: Annotated[list[Number], Field(max_length=_MOST_ROUNDS)] = field(default_factory=list)
-    step: Number = 0
-    addresses: Annotated[list[Text], Field(max_length=4)] = field(default_factory=list)
-    hidden: bool = False
-    site: Text = ""
-    kind: Text = ""
-    digests: Annotated[dict[Text, Text], Field(max_length=64)] = field(default_factory=dict)
-    batch: Number = 0
-    reaches: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
-    mean: FinalStatus = FinalStatus()
-    rows: Annotated[list[tuple[Number, Row]], Field(max_length=_MOST_ROWS)] = field(default_factory=list)
-
-    def open_from(self, slot: int) -> int:
-        """Return the earliest round that may still be open with a replica: under way with it, or the next."""
-        under_way = (number for number in self.under_way if self.partners.get(str(number)) == slot)
-        return min(under_way, default=self.begun + 1)
-
-    def is_without(self, slot: int, number: int) -> bool:
-        """Return whether this replica has no part in a round with another, and will have none."""
-        is_past = self.begun >= number or self.phase != "training"
-        return is_past and self.partners.get(str(number)) != slot
-
-
-_STATUS = TypeAdapter(PeerStatus)
 
 
 @dataclass(frozen=True)
@@ -165,9 +74,7 @@ class Members:
         self.failure: BaseException | None = None
         self._stopped, self._leaves_at = stopped, -float("inf")
         self._lock = threading.RLock()
-        self._partners, self._under_way = dict[int, int](), set[int]()
-        self._parsed: dict[Member, tuple[Status, PeerStatus | None]] = {}
-        self._rows, self._published = deque[tuple[int, str]](maxlen=_MOST_ROWS), 0.0
+        self._rows, self._published = deque[tuple[int, str]](maxlen=MOST_ROWS), 0.0
         self._row_number, self._has_rows = 0, False
         self._came, self._taken = deque[tuple[int, str]](maxlen=256), dict[Member, int]()
         self._attendance, self._closed = Attendance(), False
@@ -179,36 +86,30 @@ class Members:
     def change(self, **changes: Any) -> None:
         """Publish a change of the status of this replica."""
         with self._lock:
-            fields = {name: getattr(self.status, name) for name in PeerStatus.__dataclass_fields__}
-            fields |= {
-                "partners": {str(number): partner for number, partner in self._partners.items()},
-                "under_way": sorted(self._under_way),
-                "rows": [],
-                "step": self.step,
-            }
-            self.status = PeerStatus(**fields | changes)
-            status = asdict(self.status)
-            while len(json.dumps(status | {"rows": list(self._rows)})) > _MOST_CHARACTERS and self._rows:
+            self.status = replace(self.status, **changes, step=self.step, rows=[])
+            room = _MOST_CHARACTERS - len(json.dumps(asdict(self.status)))
+            while len(json.dumps(list(self._rows))) > room and self._rows:
                 self._rows.popleft()
-            status["rows"], self._has_rows = list(self._rows), False
+            self.status, self._has_rows = replace(self.status, rows=list(self._rows)), False
             self._published = self.mesh.clock()
-            self.mesh.publish(status)
+            self.mesh.publish(self.status)
 
     def begin_round(self, number: int, partner: int | None) -> None:
         """Publish that a round has begun; None: this replica skips it."""
         with self._lock:
+            partners, under_way = dict(self.status.partners), set(self.status.under_way)
             if partner is not None:
-                self._partners[number] = partner
-                self._under_way.add(number)
-                for old in sorted(self._partners.keys() - self._under_way)[:-_KEPT_ROUNDS]:
-                    del self._partners[old]
-            self.change(begun=max(self.status.begun, number))
+                partners[number] = partner
+                under_way.add(number)
+                for old in sorted(partners.keys() - under_way)[:-KEPT_ROUNDS]:
+                    del partners[old]
+            begun = max(self.status.begun, number)
+            self.change(begun=begun, partners=partners, under_way=sorted(under_way))
 
     def end_round(self, number: int) -> None:
         """Publish that a round is over here."""
         with self._lock:
-            self._under_way.discard(number)
-            self.change()
+            self.change(under_way=[other for other in self.status.under_way if other != number])
 
     def go_on(self, begun: int, phase: Phase = "training", **changes: Any) -> None:
         """Publish that this replica has no part in rounds up to this, but for rounds under way."""
@@ -236,9 +137,10 @@ class Members:
 
     def _is_awaited(self) -> bool:
         """Return whether a round is under way at a partner that is over here."""
-        over = {(number, slot) for number, slot in self._partners.items() if number not in self._under_way}
+        own = self.status
+        over = {(number, slot) for number, slot in own.partners.items() if number not in own.under_way}
         return any(
-            (number, slot) in over and status.partners.get(str(number)) == self.slot
+            (number, slot) in over and status.partners.get(number) == self.slot
             for slot, status in self.present().items()
             for number in status.under_way
         )
@@ -249,8 +151,8 @@ class Members:
         """Return the other replicas that are or were there and fit, by slot, in ascending order."""
         there, known = self.mesh.members(), self.mesh.known()
         found = dict[int, Peer]()
-        for member in known:
-            if member.slot != self.slot and (status := self._status_of(member, known[member])) is not None:
+        for member, status in known.items():
+            if member.slot != self.slot and self._may_exchange(member, status):
                 present = member in there
                 found[member.slot] = Peer(member, status, present, present and self.mesh.reaches(member))
         return found
@@ -275,43 +177,25 @@ class Members:
             self._came.clear()
         return found
 
-    def _status_of(self, member: Member, status: Status) -> PeerStatus | None:
-        """Return a checked status; None where it is malformed, or the two may not exchange."""
-        known = self._parsed.get(member)
-        if known is not None and known[0] is status:
-            return known[1]
-        parsed = None
-        try:
-            parsed = _STATUS.validate_json(json.dumps(status))
-        except (ValidationError, ValueError, RecursionError):
-            self.warn(f"the status of replica {member.slot} is malformed")
-        is_of_a_kind = parsed is not None and parsed.kind == self.status.kind
-        names = differences(self.status.digests, parsed.digests) if parsed and is_of_a_kind else ""
+    def _may_exchange(self, member: Member, status: PeerStatus) -> bool:
+        """Return whether the two jobs may exchange; say in what they differ, and take new rows."""
+        own = self.status
+        names = differences(own.digests, status.digests) if status.kind == own.kind else ""
         if names:
             self.warn(refusal(member.slot, self.slot, names))
-            parsed = None
-        self._parsed[member] = status, parsed
-        if parsed is not None:
-            self._compare_batches(member, parsed)
-            self._take_rows(member, parsed)
-        return parsed
-
-    def _compare_batches(self, member: Member, status: PeerStatus) -> None:
-        """Say that the batches differ: few want that, and no number of a run shows it."""
-        own, theirs = self.status.batch, status.batch
-        if own and theirs and own != theirs:
+            return False
+        if own.batch and status.batch and own.batch != status.batch:  # no number of a run shows it
             self.warn(
-                f"replica {member.slot} has {theirs} samples in a local step, this replica {own}; in a mean both "
-                "count the same"
+                f"replica {member.slot} has {status.batch} samples in a local step, this replica {own.batch}; in "
+                "a mean both count the same"
             )
-
-    def _take_rows(self, member: Member, status: PeerStatus) -> None:
         with self._lock:
-            if len(self._taken) > MOST_SLOTS:
-                self._taken.clear()
             taken = self._taken.get(member, 0)
-            self._came.extend((member.slot, text) for number, text in status.rows if number > taken)
-            self._taken[member] = max([taken, *(number for number, _ in status.rows)])
+            new = [(number, text) for number, text in status.rows if number > taken]
+            if new:
+                self._came.extend((member.slot, text) for _, text in new)
+                self._taken[member] = max(number for number, _ in new)
+        return True
 
     # To stop, and to fail
 
@@ -409,8 +293,8 @@ class Members:
     def _forget(self, known: Collection[Member]) -> None:
         """Forget what members have sent that are not the latest of their slot."""
         self.mesh.forget(lambda member: member not in known)
-        for gone in [member for member in list(self._parsed) if member not in known]:
-            del self._parsed[gone]
+        with self._lock:
+            self._taken = {member: number for member, number in self._taken.items() if member in known}
 
 
 class Attendance:

@@ -13,13 +13,14 @@ from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.compatibility import RunIdentity, digests_of, run_number
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.movement import Held, movement_of
 from megatron_noloco.federation.network import Network, meeting_place, place_to_advertise, place_to_listen
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.recovery import States
 from megatron_noloco.federation.rounds import Replica
+from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
 from megatron_noloco.outer import Weights

@@ -25,9 +25,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
 
-from megatron_noloco.federation.statuses import ClockError, SignedStatus, Statuses
 from megatron_noloco.federation.statuses import Member as Member
-from megatron_noloco.federation.statuses import Status as Status
+from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, StatusError, Statuses
 from megatron_noloco.files import outside
 
 Value = TypeVar("Value")
@@ -300,25 +299,25 @@ class Mesh:
 
     # Statuses
 
-    def publish(self, status: Status) -> None:
+    def publish(self, status: PeerStatus) -> None:
         """Have all members get this status."""
         self.statuses.sign(status)
         for carrier in self.carriers:
             carrier.publish()
         self.wake()
 
-    def members(self) -> Mapping[Member, Status]:
+    def members(self) -> Mapping[Member, PeerStatus]:
         """Return the members that are there, with the last status of each; of a slot only the latest process."""
         there = set[Member]().union(*(carrier.present() for carrier in self.carriers))
-        return self._by_slot(lambda signed: signed.member in there and not signed.has_left)
+        return self._by_slot(lambda signed: signed.member in there and signed.status.phase != "left")
 
-    def known(self) -> Mapping[Member, Status]:
+    def known(self) -> Mapping[Member, PeerStatus]:
         """Return the members that are or were there, this member included, with the last status of each."""
         return self._by_slot(lambda signed: True)
 
-    def _by_slot(self, is_shown: Callable[[SignedStatus], bool]) -> Mapping[Member, Status]:
+    def _by_slot(self, is_shown: Callable[[SignedStatus], bool]) -> Mapping[Member, PeerStatus]:
         own = self.statuses.own
-        found = {self.me.slot: (self.me, {} if own is None else own.status)}
+        found = {self.me.slot: (self.me, PeerStatus() if own is None else own.status)}
         for signed in filter(is_shown, self.statuses.newest()):
             found[signed.member.slot] = signed.member, signed.status
         return dict(found[slot] for slot in sorted(found))
@@ -330,7 +329,7 @@ class Mesh:
     def may_come(self, member: Member) -> bool:
         """Return whether another member may be there: it has not left, and no later process has its slot."""
         signed = self.statuses.of(member.slot)
-        return signed is not None and signed.member == member and not signed.has_left
+        return signed is not None and signed.member == member and signed.status.phase != "left"
 
     def close(self) -> None:
         """Say that this member has left, and end."""
@@ -470,7 +469,7 @@ class Mesh:
         """Keep the status of another member if it is new; return whether it is. Raises ValueError."""
         try:
             is_new = self.statuses.take(signed)
-        except ClockError as error:
+        except StatusError as error:
             self.warn(str(error))
             raise
         if is_new:

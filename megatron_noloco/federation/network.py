@@ -16,9 +16,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import Carrier, Member, Mesh
-from megatron_noloco.federation.statuses import Statuses, is_address, split_address
+from megatron_noloco.federation.statuses import PeerStatus, Statuses, is_address, split_address
 from megatron_noloco.federation.store import Store
 from megatron_noloco.job.world import reachable_address
 from megatron_noloco.settings import TCP

@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import LARGEST, Members, Text
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import (
     Blob,
     Fetch,
@@ -45,6 +45,7 @@ from megatron_noloco.federation.states import (
     agreed,
     check_step,
 )
+from megatron_noloco.federation.statuses import LARGEST, Text
 from megatron_noloco.files import outside
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks

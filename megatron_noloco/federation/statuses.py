@@ -1,4 +1,4 @@
-"""Members, and their statuses as they travel: each is signed by its member, so that anybody may pass it on.
+"""Members, and what they publish of themselves: each status is signed, so that anybody may pass it on.
 
 A later process of a slot replaces an earlier one, and a higher number a lower one.
 """
@@ -8,19 +8,22 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from megatron_noloco.settings import MOST_SLOTS
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+
+from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
 
 if TYPE_CHECKING:
     from megatron_noloco.federation.keys import Identity
 
-Status = Mapping[str, Any]
-"""What a member publishes: JSON."""
-
+LARGEST = 2**53
+LONGEST_ROW = 3000  # characters
+MOST_ROWS = 4
+KEPT_ROUNDS = 8  # besides those under way
+_MOST_ROUNDS = MOST_FRAGMENTS + KEPT_ROUNDS
 MOST_STATUS_BYTES = 2**16  # of some 2,000 members in a proposal of the mean at the end
 MOST_SIGNED_BYTES = 2**18  # of a status as it travels
 MOST_ADDRESSES = 4
@@ -32,9 +35,15 @@ _ADDRESS = re.compile(
 )
 _LONGEST_ADDRESS = 255
 
+Phase = Literal["training", "behind", "ended", "left"]
+Slot = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
+Number = Annotated[int, Field(ge=0, le=LARGEST)]
+Text = Annotated[str, Field(max_length=255)]
+Row = Annotated[str, Field(max_length=LONGEST_ROW)]
 
-class ClockError(ValueError):
-    """A process starts in the future; the message is a line."""
+
+class StatusError(ValueError):
+    """A status of a member cannot be used; the message is a line for the user."""
 
 
 class Member(NamedTuple):
@@ -58,6 +67,96 @@ class Member(NamedTuple):
         return member
 
 
+def is_address(text: str) -> bool:
+    """Return whether a text is "HOST:PORT", with an IPv6 address in []."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match["port"]) < 2**16 and len(text) <= _LONGEST_ADDRESS
+
+
+def _in_order(addresses: list[str]) -> list[str]:
+    return list(filter(is_address, addresses))
+
+
+@dataclass(frozen=True)
+class FinalStatus:
+    """What a replica publishes of the mean at the end; see `final_mean`.
+
+    Attributes:
+        attempt: number of the attempt that it has proposed last; 0: none.
+        members: of this attempt: slots.
+        processes: a digest of which processes of these slots are members.
+        parents: of these in the tree; -1 for the root.
+        missed: slots that it does not reach.
+        refused: slots that have sent it numbers that must not be used, or nothing.
+        final: "ROOT/NUMBER" of the attempt whose mean it uses; "": none.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
+
+    attempt: Number = 0
+    members: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    processes: Text = ""
+    parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
+        field(default_factory=list)
+    )
+    missed: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    final: Text = ""
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """What a replica publishes of itself. Every field is checked before it is used.
+
+    Attributes:
+        phase: "training"; "behind": it recovers a state, and begins no round before; "ended": it waits for the
+            mean at the end; "left": it comes no more.
+        begun: the latest round that it has begun; -1: none.
+        partners: the partner in each of the last rounds, by number of the round.
+        under_way: the rounds that are under way.
+        step: local steps of the state that it can give; 0: it has no state to give.
+        addresses: where others dial it, "HOST:PORT"; none: nobody can. Malformed ones of others are left out.
+        hidden: whether two replicas of which this holds cannot exchange.
+        site: the name of where it is; "" if its job gives no name.
+        kind, digests, batch: see `compatibility.RunIdentity`.
+        reaches: at its end: the slots with which it can exchange.
+        mean: of the mean at the end.
+        rows: its newest rows of metrics, numbered.
+    """
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
+
+    phase: Phase = "training"
+    begun: Annotated[int, Field(ge=-1, le=LARGEST)] = -1
+    partners: Annotated[dict[Number, Slot], Field(max_length=_MOST_ROUNDS)] = field(default_factory=dict)
+    under_way: Annotated[list[Number], Field(max_length=_MOST_ROUNDS)] = field(default_factory=list)
+    step: Number = 0
+    addresses: Annotated[list[Text], Field(max_length=MOST_ADDRESSES), AfterValidator(_in_order)] = field(
+        default_factory=list
+    )
+    hidden: bool = False
+    site: Text = ""
+    kind: Text = ""
+    digests: Annotated[dict[Text, Text], Field(max_length=64)] = field(default_factory=dict)
+    batch: Number = 0
+    reaches: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
+    mean: FinalStatus = FinalStatus()
+    rows: Annotated[list[tuple[Number, Row]], Field(max_length=MOST_ROWS)] = field(default_factory=list)
+
+    def open_from(self, slot: int) -> int:
+        """Return the earliest round that may still be open with a replica: under way with it, or the next."""
+        under_way = (number for number in self.under_way if self.partners.get(number) == slot)
+        return min(under_way, default=self.begun + 1)
+
+    def is_without(self, slot: int, number: int) -> bool:
+        """Return whether this replica has no part in a round with another, and will have none."""
+        is_past = self.begun >= number or self.phase != "training"
+        return is_past and self.partners.get(number) != slot
+
+
+_STATUS = TypeAdapter(PeerStatus)
+
+
 @dataclass(frozen=True, eq=False)
 class SignedStatus:
     """A status as it travels.
@@ -75,14 +174,9 @@ class SignedStatus:
     signature: bytes
 
     @cached_property
-    def status(self) -> Status:
-        """The status; ValueError where the text is not the JSON of an object."""
-        return object_in(self.text)
-
-    @property
-    def has_left(self) -> bool:
-        """Whether the member has ended."""
-        return self.status.get("phase") == "left"
+    def status(self) -> PeerStatus:
+        """The status; ValueError where the text is malformed."""
+        return _STATUS.validate_json(self.text)
 
     @cached_property
     def line(self) -> bytes:
@@ -134,9 +228,9 @@ class Statuses:
         self._newest: dict[int, SignedStatus] = {}
         self._lock = threading.RLock()
 
-    def sign(self, status: Status) -> None:
+    def sign(self, status: PeerStatus) -> None:
         """Make a status the own one; raises ValueError for one that is too large."""
-        text = json.dumps(status, separators=(",", ":"))
+        text = json.dumps(asdict(status), separators=(",", ":"))
         if len(text) > MOST_STATUS_BYTES:
             raise ValueError(f"a status of {len(text)} bytes is longer than {MOST_STATUS_BYTES}")
         with self._lock:
@@ -160,7 +254,10 @@ class Statuses:
         return not is_own and (known is None or (member, number) > (known.member, known.number))
 
     def take(self, signed: SignedStatus) -> bool:
-        """Keep a status that is newer than the known one of its slot; return whether it is. Raises ValueError."""
+        """Keep a status that is newer than the known one of its slot; return whether it is.
+
+        Raises ValueError for a status that is not of its member, StatusError for one that cannot be used.
+        """
         if not self.lacks(signed.member, signed.number):
             return False
         self._check(signed)
@@ -171,16 +268,19 @@ class Statuses:
             return is_new
 
     def _check(self, signed: SignedStatus) -> None:
-        """Raise ValueError where a status is not of its member, or its text is no status."""
+        """Raise ValueError for a status that cannot be taken."""
         text = signed.signed_text(self.run)
         self.identity.check(signed.certificate, signed.member.slot, text, signed.signature)
         now, start = time.time_ns(), signed.member.incarnation
         if start > now + _DAY_NS and now > _CLOCKLESS_NS:
-            raise ClockError(
+            raise StatusError(
                 f"replica {signed.member.slot} was started more than a day after this machine's time, by its own "
                 "clock; nothing is exchanged until both clocks are right, and the job is started again"
             )
-        assert isinstance(signed.status, dict)  # it is in order
+        try:
+            _ = signed.status
+        except ValueError:
+            raise StatusError(f"the status of replica {signed.member.slot} is malformed") from None
 
 
 def object_in(text: str | bytes) -> dict[str, Any]:
@@ -192,19 +292,6 @@ def object_in(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("is no JSON object")
     return found
-
-
-def addresses_in(status: Status) -> list[str]:
-    """Return the addresses at which a member says that it can be dialled; malformed ones are left out."""
-    found = status.get("addresses")
-    addresses = found[:MOST_ADDRESSES] if isinstance(found, list) else []
-    return [address for address in addresses if isinstance(address, str) and is_address(address)]
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is "HOST:PORT", with an IPv6 address in []."""
-    match = _ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match["port"]) < 2**16 and len(text) <= _LONGEST_ADDRESS
 
 
 def split_address(address: str) -> tuple[str, int]:

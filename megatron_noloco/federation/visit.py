@@ -8,13 +8,13 @@ from contextlib import aclosing, suppress
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.https_client import CONNECTION_ERRORS, Client, RefusalError, why_not
 from megatron_noloco.federation.keys import Identity
-from megatron_noloco.federation.mesh import Member, Status
-from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
 
 
 def visit(
     identity: Identity, run: int, addresses: Sequence[str]
-) -> tuple[Mapping[Member, Status], set[Member]]:
+) -> tuple[Mapping[Member, PeerStatus], set[Member]]:
     """Return the last status of each member of a run, and who is there, as the first job sees it that answers.
 
     Args:

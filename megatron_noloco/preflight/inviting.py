@@ -10,9 +10,9 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
-from megatron_noloco.federation.mesh import Member, Mesh, Status
+from megatron_noloco.federation.mesh import Member, Mesh
 from megatron_noloco.federation.network import Network
-from megatron_noloco.federation.statuses import Statuses, addresses_in
+from megatron_noloco.federation.statuses import PeerStatus, Statuses
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.files import outside
@@ -67,7 +67,7 @@ def invite(
         ends: Unix time until which the newcomer can be a member.
         at: HOST:PORT of a running job; None: any that the rendezvous knows.
     """
-    others: tuple[Mapping[Member, Status], Collection[Member]]
+    others: tuple[Mapping[Member, PeerStatus], Collection[Member]]
     folder, identity = network.folder, keys.identity(VISITOR)
     try:
         if folder is None:
@@ -93,17 +93,17 @@ def invite(
     )
 
 
-def _addresses(statuses: Mapping[Member, Status], present: Collection[Member]) -> list[str]:
+def _addresses(statuses: Mapping[Member, PeerStatus], present: Collection[Member]) -> list[str]:
     """Return addresses of jobs that have not left: one of each before the second of any."""
     order = sorted(statuses, key=lambda member: member not in present)
-    lists = [addresses_in(statuses[one]) for one in order if statuses[one].get("phase") != "left"]
+    lists = [statuses[one].addresses for one in order if statuses[one].phase != "left"]
     places = [address for place in zip_longest(*lists) for address in place if address is not None]
     return list(dict.fromkeys(places))[:MOST_ADDRESSES]
 
 
 def _of_network(
     identity: Identity, run: int, seeds: Sequence[str]
-) -> tuple[Mapping[Member, Status], Collection[Member]]:
+) -> tuple[Mapping[Member, PeerStatus], Collection[Member]]:
     """Return the jobs that one of them knows, and those of them that are there. Raises UserError."""
     try:
         statuses, present = visit(identity, run, seeds)
@@ -121,7 +121,7 @@ def _of_network(
 
 def _of_folder(
     folder: Store, network: Network, identity: Identity
-) -> tuple[Mapping[Member, Status], Collection[Member]]:
+) -> tuple[Mapping[Member, PeerStatus], Collection[Member]]:
     """Return the jobs that have files in a folder, and those of them that are there. Raises UserError."""
     me = Member(VISITOR, time.time_ns())
     mesh = Mesh(Statuses(network.run, me, identity), [FolderCarrier(folder, network.digests)])

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import VISITOR, Identity, Keys
-from megatron_noloco.federation.mesh import Member, Status
-from megatron_noloco.federation.statuses import addresses_in
+from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.files import write_text
 from megatron_noloco.monitor.writers import METRICS, OTHERS, parsed, read_row
@@ -33,9 +33,9 @@ def keep_rows(others: Path, rows: list[tuple[int, str]]) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def keep_addresses(others: Path, run: int, known: Mapping[Member, Status], key_file: Path) -> None:
+def keep_addresses(others: Path, run: int, known: Mapping[Member, PeerStatus], key_file: Path) -> None:
     """Write where the other jobs of a run are, and which key they know. Raises OSError."""
-    addresses = [address for status in known.values() for address in addresses_in(status)]
+    addresses = [address for status in known.values() for address in status.addresses]
     others.mkdir(parents=True, exist_ok=True)
     content = {"run": run, "addresses": addresses[-_MOST_ADDRESSES:], "key_file": str(key_file.absolute())}
     write_text(others / _MEMBERS, json.dumps(content))
@@ -71,12 +71,12 @@ class Following:
                 return True
         return False
 
-    def _new(self, member: Member, status: Status) -> list[tuple[int, str]]:
+    def _new(self, member: Member, status: PeerStatus) -> list[tuple[int, str]]:
         """Return rows that were not written yet; of a member that was not asked before the last row."""
-        rows = [(int(number), str(text)) for number, text in status.get("rows", [])]
-        taken = self._taken.get(member, max((number for number, _ in rows), default=0) - 1)
-        self._taken[member] = max([taken, *(number for number, _ in rows)])
-        return [(member.slot, text) for number, text in rows if number > taken]
+        newest = max((number for number, _ in status.rows), default=0)
+        taken = self._taken.get(member, newest - 1)
+        self._taken[member] = max(taken, newest)
+        return [(member.slot, text) for number, text in status.rows if number > taken]
 
 
 def _identity(key_file: str) -> Identity:

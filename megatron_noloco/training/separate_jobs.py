@@ -12,7 +12,8 @@ from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.run_settings import CheckpointSettings
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import Membership, join_federation
-from megatron_noloco.federation.mesh import Member, Status
+from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.files import outside
 from megatron_noloco.job.agreement import computed_by_rank_0, gather_from_all_ranks
 from megatron_noloco.job.stopping import Stopping
@@ -100,7 +101,7 @@ class OtherJobs:
 
     def __init__(self, members: Members, folder: Path, start_step: int, key_file: Path) -> None:
         self._members, self._folder, self._key_file = members, folder / OTHERS, key_file
-        self._known: Mapping[Member, Status] = {}
+        self._known: Mapping[Member, PeerStatus] = {}
         if start_step:
             self._publish({"kind": "start", "step": start_step})
 

@@ -9,12 +9,13 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_noloco.federation.keys import Identity
 from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
-from megatron_noloco.federation.statuses import Statuses
+from megatron_noloco.federation.statuses import PeerStatus, Statuses
 from tests.kit.ranks import federation_keys
 
 Value = TypeVar("Value")
@@ -274,7 +275,7 @@ class MemoryCarrier(Carrier):
 
     def close(self) -> None:
         own = self.mesh.statuses.own
-        self.mesh.publish({**({} if own is None else own.status), "phase": "left"})
+        self.mesh.publish(replace(PeerStatus() if own is None else own.status, phase="left"))
 
 
 @cache
@@ -288,7 +289,7 @@ class MemoryMesh(Mesh):
     def __init__(self, me: Member, hidden: bool, world: World) -> None:
         self.world = world
         super().__init__(Statuses(1, me, _identity(me.slot)), [MemoryCarrier(world, hidden)])
-        self.publish({})
+        self.publish(PeerStatus())
 
     def clock(self) -> float:
         return self.world.now

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.gather import Gather
-from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import Movement, alone
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
 from megatron_noloco.federation.rounds import Replica
+from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS
 from megatron_noloco.checkpoint.resume import Start
-from megatron_noloco.federation.members import Members, Phase
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import Membership
+from megatron_noloco.federation.statuses import Phase
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.training.separate_jobs import why_ended

@@ -29,7 +29,7 @@ from megatron_noloco.federation.mesh import (
     RefusedError,
     StalledError,
 )
-from megatron_noloco.federation.statuses import Statuses
+from megatron_noloco.federation.statuses import PeerStatus, Statuses
 from megatron_noloco.federation.store import Store, seconds_of_calls
 
 SECONDS = 60.0
@@ -101,7 +101,7 @@ class Federation:
         mesh.tell_user(self.lines.append if run == RUN else print)
         self.meshes.append(mesh)
         if slot != VISITOR:
-            mesh.publish({"phase": "training", **status})
+            mesh.publish(PeerStatus(**status))
         return mesh
 
     def of(self, count: int) -> list[Mesh]:
@@ -313,12 +313,12 @@ def test_more_pieces_are_asked_for_than_may_be_awaited_at_once(
 def test_three_members_see_each_other_and_their_statuses(federation: Federation) -> None:
     a, b, c = federation.of(3)
     for number in range(3):
-        b.publish({"phase": "training", "number": number})
-    until(lambda: a.members()[b.me].get("number") == c.members()[b.me].get("number") == 2)
+        b.publish(PeerStatus(step=number))
+    until(lambda: a.members()[b.me].step == c.members()[b.me].step == 2)
     asked = a.begin(b.me, "never")
     b.close()
     until(lambda: a.members().keys() == c.members().keys() == {a.me, c.me})
-    assert a.known()[b.me] == {"phase": "left", "number": 2}
+    assert a.known()[b.me] == PeerStatus(phase="left", step=2)
     for fetch in (asked, a.begin(b.me, "x")):
         with pytest.raises(StalledError):
             result(a, fetch)
@@ -397,7 +397,7 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
 def test_who_leaves_when_all_is_removed_blames_nobody(join_here: Federation, folder: Path) -> None:
     a, b = join_here.of(2)
     for mesh in (a, b):
-        mesh.publish({"phase": "left"})
+        mesh.publish(PeerStatus(phase="left"))
     until(lambda: carrier_of(a)._members._has_left(b.me))
     a.close()
     assert not list(folder.rglob("*~*"))
@@ -412,7 +412,7 @@ def test_who_has_left_elsewhere_still_uses_the_folder(join_here: Federation, fol
     leaving = carrier_of(b)
     leaving._closing.set()
     leaving._thread.join()
-    b.statuses.sign({"phase": "left"})
+    b.statuses.sign(PeerStatus(phase="left"))
     assert b.statuses.own is not None
     assert a.take(b.statuses.own)
     a.close()

@@ -25,7 +25,7 @@ from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
-from megatron_noloco.federation.statuses import SignedStatus, Statuses
+from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
 from tests.kit.ranks import free_port
@@ -58,7 +58,7 @@ class Someone:
         self.publish()
 
     def publish(self, **status: Any) -> None:
-        self.mesh.publish({"addresses": [self.address] if self.address else [], **status})
+        self.mesh.publish(PeerStatus(addresses=[self.address] if self.address else [], **status))
 
     def close(self) -> None:
         self.publish(phase="left")
@@ -194,7 +194,7 @@ def test_two_hidden_members_see_and_do_not_reach_each_other(world: World) -> Non
     one, other = (world.add(slot, [middle], listens=False) for slot in (1, 2))
     world.meet()
     one.publish(step=7)
-    until(lambda: other.mesh.members()[one.me].get("step") == 7)
+    until(lambda: other.mesh.members()[one.me].step == 7)
     assert one.mesh.reaches(middle.me)
     assert not one.mesh.reaches(other.me)
     with pytest.raises(StalledError):
@@ -210,10 +210,10 @@ def test_statuses_follow_each_other_and_leaving_is_seen(world: World) -> None:
         other.publish(step=step)
         hidden.publish(step=step)
     for member in (other.me, hidden.me):
-        until(lambda member=member: one.mesh.members()[member].get("step") == 19)  # type: ignore[misc]
+        until(lambda member=member: one.mesh.members()[member].step == 19)  # type: ignore[misc]
     hidden.close()
     until(lambda: one.sees(other) and other.sees(one), 5)
-    assert one.mesh.known()[hidden.me]["phase"] == "left"
+    assert one.mesh.known()[hidden.me].phase == "left"
     world.members.remove(hidden)
 
 
@@ -403,7 +403,7 @@ def test_hidden_members_stay_known_while_statuses_change_quickly(
     hidden = [world.add(slot, [one], listens=False) for slot in (1, 2)]
     world.meet()
     for number in range(60):
-        one.publish(number=number)
+        one.publish(step=number)
         time.sleep(0.1)
         assert hidden[0].sees(one, hidden[1])
 
@@ -736,7 +736,7 @@ class Rogue:
     @contextmanager
     def link(self, victim: Someone, **status: Any) -> Iterator[tuple[socket.socket, Any]]:
         """Open a link; yield what to write to, and what to read from, of which the head was read."""
-        self.statuses.sign(status)
+        self.statuses.sign(PeerStatus(**status))
         assert self.statuses.own is not None
         with self.connect(victim) as opened, opened.makefile("rb") as reads:
             opened.sendall(self.head("PUT", "link", Transfer_Encoding="chunked"))

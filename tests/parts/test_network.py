@@ -18,7 +18,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation import https_client
 from megatron_noloco.federation import network as module
 from megatron_noloco.federation.compatibility import RunIdentity
-from megatron_noloco.federation.members import Members, PeerStatus
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import join_federation
 from megatron_noloco.federation.network import (
     Network,
@@ -28,6 +28,7 @@ from megatron_noloco.federation.network import (
     place_to_listen,
     seeds_in,
 )
+from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.federation.store import Store
 from megatron_noloco.job.world import _address_towards, reachable_address
 from megatron_noloco.plans.topology import Place

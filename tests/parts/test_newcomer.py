@@ -27,8 +27,8 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys
-from megatron_noloco.federation.mesh import Member, Mesh, Status
-from megatron_noloco.federation.statuses import Statuses
+from megatron_noloco.federation.mesh import Member, Mesh
+from megatron_noloco.federation.statuses import PeerStatus, Statuses
 from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.fields import fields_of
@@ -93,19 +93,19 @@ class FakeJobs:
 
     def __init__(self) -> None:
         self.answers: Sequence[str] = ["10.0.0.1:5000"]
-        self.statuses: dict[Member, Status] = {}
+        self.statuses: dict[Member, PeerStatus] = {}
         self.present: set[Member] = set()
         self.visitors: list[tuple[int, int]] = []  # slot and run
 
     def add(self, slot: int, *addresses: str, present: bool = True, **status: Any) -> None:
         member = Member(slot, 5)
-        self.statuses[member] = {"addresses": [*addresses], **status}
+        self.statuses[member] = PeerStatus(addresses=[*addresses], **status)
         if present:
             self.present.add(member)
 
     def visit(
         self, identity: Identity, run: int, addresses: Sequence[str]
-    ) -> tuple[Mapping[Member, Status], set[Member]]:
+    ) -> tuple[Mapping[Member, PeerStatus], set[Member]]:
         self.visitors.append((identity.slot, run))
         if not {*addresses} & {*self.answers}:
             raise UserError("; ".join(f"{address}: nobody answers\x1b[2J" for address in addresses))
@@ -270,7 +270,7 @@ def test_jobs_that_share_a_folder_invite(
     statuses = Statuses(network.run, Member(1, time.time_ns()), place.keys.identity(1))
     mesh = Mesh(statuses, [FolderCarrier(Store.of(shared), network.digests)])
     try:
-        mesh.publish({"addresses": ["10.0.0.1:5000"], "phase": "training"})
+        mesh.publish(PeerStatus(addresses=["10.0.0.1:5000"]))
         assert place.invite("--slot", "1") == 2
         assert "replica 1 is running: stop it first" in capsys.readouterr().err
         assert place.invite("--at", "10.0.0.1:5000") == 2
@@ -300,7 +300,7 @@ def running(place: Place, slot: int, seeds: Sequence[str] = ()) -> Iterator[str]
     statuses = Statuses(network.run, Member(slot, time.time_ns()), identity)
     mesh = Mesh(statuses, [HttpsCarrier(network.digests, listener, seeds)])
     try:
-        mesh.publish({"addresses": [address], "phase": "training"})
+        mesh.publish(PeerStatus(addresses=[address]))
         assert mesh.wait(lambda: len(mesh.members()) > len(seeds), mesh.clock() + 60)
         yield address
     finally:

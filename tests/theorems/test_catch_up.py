@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_noloco.federation import catch_up as module
 from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
-from megatron_noloco.federation.members import FinalStatus, Peer, PeerStatus, Phase
+from megatron_noloco.federation.members import Peer
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.partners import Availability, Partners
+from megatron_noloco.federation.statuses import FinalStatus, PeerStatus, Phase
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 

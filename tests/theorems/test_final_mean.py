@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +16,11 @@ from megatron_noloco.federation import final_mean as module
 from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.codes import bytes_of
 from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Leader, tree
-from megatron_noloco.federation.members import LARGEST, FinalStatus, Members
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.rounds import _Doubt, is_plausible
+from megatron_noloco.federation.statuses import LARGEST, FinalStatus, PeerStatus
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from tests.kit.memory_mesh import Message, World
 from tests.kit.worlds import members_of, pause, replica_of, run_all
@@ -358,8 +359,7 @@ def test_a_proposal_that_is_no_tree_is_left_alone(parents: list[int]) -> None:
     slots = list(range(len(parents)))
     processes = _digest(map(one_of, slots))
     proposal = FinalStatus(attempt=1, members=slots, processes=processes, parents=parents)
-    status = {**hostile.mesh.statuses.own.status, "phase": "ended", "mean": asdict(proposal)}
-    hostile.mesh.publish(status)
+    hostile.mesh.publish(PeerStatus(phase="ended", mean=proposal))
 
     for slot in slots[2:]:
         world.join(slot, 1)

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_noloco.federation.members import Peer, PeerStatus
+from megatron_noloco.federation.members import Peer
 from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.partners import Availability, Partners
+from megatron_noloco.federation.statuses import PeerStatus
 
 BEHIND = 3  # rounds that a partner may be behind
 OWN = 9  # slot
@@ -38,7 +39,7 @@ def there(
 
 def in_round(number: int, begun: int, partner: int = OWN) -> Peer:
     """A replica with a round under way."""
-    return there(begun, under_way=[number], partners={str(number): partner})
+    return there(begun, under_way=[number], partners={number: partner})
 
 
 @given(st.lists(waits, max_size=20), st.lists(waits, min_size=8, max_size=8))
