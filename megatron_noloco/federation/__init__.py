@@ -23,8 +23,13 @@ A replica has a *slot*, and each later process of it a larger *incarnation*. Ran
 which alone is a member; the other ranks are *followers*. A round, a state, the final mean are blocking code above
 `offer`, `fetch`, `members` and `publish`, read from top to bottom.
 
-A leader has these threads: the training loop; "noloco-round", one for each round under way, which reads the
-weights' copy and writes the mean, never the weights; "noloco-state", on all ranks, which gives a copy of the state
-to others; "noloco-members", which writes lines on who comes and goes; "federation", the event loop of HTTPS; and
-those of the folder. A follower has two more during a transfer, "noloco-gather".
+| thread | of | does | reads and writes |
+|---|---|---|---|
+| the main thread | each rank | trains, begins and ends rounds, copies and takes states | **weights**: it alone |
+| "noloco-round" | leader, one for each open round | exchanges with the partner | a copy of the weights; the mean |
+| "noloco-state" | each rank | gives a state to others | a copy of the state |
+| "noloco-gather", two | followers, in a transfer | moves parts to the leader and from it | copies and results |
+| "noloco-members" | leader | writes lines on who comes and goes | no vector |
+| "federation" | leader | event loop of HTTPS | pieces |
+| "folder", nine | leader, with a folder | reads and writes files | pieces |
 """

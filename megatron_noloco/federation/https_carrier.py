@@ -42,7 +42,7 @@ from megatron_noloco.federation.https_client import (
     first_status,
     lines_of,
 )
-from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Peer, pauses
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Neighbour, pauses
 from megatron_noloco.federation.https_server import PieceBody, Server
 from megatron_noloco.federation.mesh import (
     BULK_BYTES,
@@ -244,7 +244,7 @@ class HttpsCarrier(Carrier):
         for fetch in list(self._asks):
             self._begin_ask(fetch)
 
-    async def _dial(self, peer: Peer) -> None:
+    async def _dial(self, peer: Neighbour) -> None:
         """Open a link to a member, and hold it until it ends."""
         link, addresses = Link(True, asyncio.current_task()), peer.addresses
         try:
@@ -337,7 +337,7 @@ class HttpsCarrier(Carrier):
                 return
             await asyncio.sleep(_AGAIN_SECONDS)  # a giver could answer at once
 
-    async def _bring(self, peer: Peer, name: str, found: Piece | RefusedError) -> None:
+    async def _bring(self, peer: Neighbour, name: str, found: Piece | RefusedError) -> None:
         """Bring a piece, or why it never comes, until the member has it.
 
         Raises RefusedError where the piece is withdrawn before.
@@ -350,7 +350,7 @@ class HttpsCarrier(Carrier):
                 raise RefusedError("the piece was withdrawn")
             await asyncio.sleep(pause)
 
-    async def _put(self, peer: Peer, name: str, found: Piece | RefusedError) -> bool:
+    async def _put(self, peer: Neighbour, name: str, found: Piece | RefusedError) -> bool:
         """Bring a piece once; return whether the member has it, or will never take it."""
         options: dict[str, Any] = {}
         is_bulk = isinstance(found, Piece) and found.size > BULK_BYTES
@@ -386,7 +386,7 @@ class HttpsCarrier(Carrier):
             if number not in link.granting and is_name(name):
                 link.granting[number] = self._spawn(self._grant(link.peer, name))
 
-    async def _grant(self, peer: Peer, name: str) -> None:
+    async def _grant(self, peer: Neighbour, name: str) -> None:
         """Bring a piece once it is offered, or why it never comes."""
         try:
             piece = await asyncio.wrap_future(self.mesh.offers.wish(name, peer.member))

@@ -72,7 +72,7 @@ class Link:
 
     def __init__(self, is_own: bool, task: "asyncio.Task[Any] | None" = None) -> None:
         self.is_own, self.task = is_own, task
-        self.peer: Peer | None = None
+        self.peer: Neighbour | None = None
         self.is_over = False
         self.since = self.heard = time.monotonic()
         self.own: SignedStatus | None = None
@@ -93,8 +93,8 @@ class Link:
             self.task.cancel()
 
 
-class Peer:
-    """Another member.
+class Neighbour:
+    """Another member, as its links show it.
 
     Attributes:
         ends: Unix time after which its certificate is not good.
@@ -171,7 +171,7 @@ class Links:
 
     def __init__(self, mesh: Mesh, wishes: Callable[[Member], Mapping[str, str]]) -> None:
         self.mesh, self.statuses, self._wishes = mesh, mesh.statuses, wishes
-        self.peers = dict[int, Peer]()
+        self.peers = dict[int, Neighbour]()
         self.present = self.reachable = self._linked = frozenset[Member]()
 
     # Statuses
@@ -207,19 +207,19 @@ class Links:
             _, ends = self.statuses.identity.owner_of(signed.certificate)
             own = self.statuses.own
             waits = own is not None and bool(own.status.addresses) and _is_later(signed.member, self.mesh.me)
-            self.peers[slot] = Peer(signed, ends, time.monotonic() + _TURN_SECONDS * waits)
+            self.peers[slot] = Neighbour(signed, ends, time.monotonic() + _TURN_SECONDS * waits)
         for peer in self.peers.values():
             if peer.link is not None and peer.slot != slot:
                 peer.link.others.add(slot)
 
     # Links
 
-    def peer_of(self, member: Member) -> Peer | None:
+    def peer_of(self, member: Member) -> Neighbour | None:
         """Return a member that is or was there, unless a later process has its slot."""
         peer = self.peers.get(member.slot)
         return peer if peer is not None and peer.member == member else None
 
-    def open(self, peer: Peer, link: Link) -> bool:
+    def open(self, peer: Neighbour, link: Link) -> bool:
         """Take a link, maybe in the place of an earlier one; return whether it is taken.
 
         Of two that are opened at once both sides keep that of the member that was started later.
@@ -247,7 +247,7 @@ class Links:
             peer.grace = max(0.0, left if peer.addresses else min(left, _GRACE_SECONDS))
             peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
 
-    def is_there(self, peer: Peer, told: frozenset[Member] = frozenset()) -> bool:
+    def is_there(self, peer: Neighbour, told: frozenset[Member] = frozenset()) -> bool:
         """Return whether a member is there.
 
         Args:

@@ -13,8 +13,16 @@ the same weights.
 Only the side that decides ever says that a round counts, and only when both have the mean. The other side cannot
 count without that word. Where the word does not come, the round is *in doubt* there: the replica goes on with its
 own vector, keeps how far the mean is from it, and goes on asking. If the round counts after all, the difference is
-added to the vector of its next round, or to its weights before it leaves. So nothing of a round that counts is
-lost, unless the process of one side ends without a word. A replica that is to stop hears the verdict before.
+added to the vector of its next round, or to its weights before it leaves. A replica that is to stop hears the
+verdict before.
+
+| ends without a word | the other side |
+|---|---|
+| either, before it has all buckets | skips the round |
+| who follows, before its "done" has come | skips the round; the verdict says so |
+| who follows, after that | counts the round; what it gave to the other is lost with the other's weights |
+| who decides, before its verdict | is in doubt, and skips the round once a later process of the slot is there |
+| who decides, after a verdict that nobody has heard | the same: it skips what the other has counted |
 
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)

@@ -689,7 +689,7 @@ def test_a_hidden_member_dials_again_after_failures(world: World, monkeypatch: p
 def test_a_dial_that_was_cancelled_before_it_began_is_made_again() -> None:
     async def body() -> None:
         text = json.dumps({"addresses": ["127.0.0.1:1"]})
-        peer = https_links.Peer(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
+        peer = https_links.Neighbour(SignedStatus(Member(1, 1), 1, text, b"", b""), math.inf, 0.0)
         assert peer.is_due()
         peer.dialling = asyncio.create_task(asyncio.sleep(0))
         assert not peer.is_due()
