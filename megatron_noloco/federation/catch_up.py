@@ -211,7 +211,7 @@ class WaitAtEnd:
         self._news |= news
         came[self._members.slot] = self._own
         why = {slot: self._why_away(peer) for slot, peer in self._peers.items() if slot not in came}
-        awaited = {slot for slot in why.keys() & self._met if self._peers[slot].status.phase != "left"}
+        awaited = {slot for slot in why.keys() & self._met if not self._peers[slot].status.has_left}
         why |= self._why_not(came)
         if most_are_final(peers.values()):
             return Ended(True, why)
@@ -222,7 +222,7 @@ class WaitAtEnd:
 
     def _why_away(self, peer: Peer) -> str:
         """Say why a replica was not waited for any longer."""
-        if peer.status.phase == "left":
+        if peer.status.has_left:
             return "has left"
         return f"began no round for {self._seconds:g} s" if peer.present else "is not there"
 

@@ -227,7 +227,7 @@ class FederationPeers:
     def _is_awaited(self, until: float) -> bool:
         """Return whether a replica may still want the final model."""
         peers = self._membership.leader.peers()
-        others = [slot for slot, peer in peers.items() if peer.status.phase != "left"]
+        others = [slot for slot, peer in peers.items() if not peer.status.has_left]
         lost = [str(slot) for slot in others if not peers[slot].present]
         late = [slot for slot in others if peers[slot].present and not peers[slot].status.mean.final]
         if time.monotonic() >= until or not (lost or late or self._states.is_giving):

@@ -236,7 +236,7 @@ class FolderMembers:
     def leave(self) -> bool:
         """Write a last status; return whether nobody else is in the folder. Raises OSError."""
         own = self._statuses.own
-        if own is not None and own.status.phase != "left":
+        if own is not None and not own.status.has_left:
             self._statuses.sign(replace(own.status, phase="left"))
         self._write_sign()
         self._look()
@@ -247,7 +247,7 @@ class FolderMembers:
     def _has_left(self, member: Member) -> bool:
         """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
         signed, sign = self._statuses.of(member.slot), self._signs[member]
-        if signed is None or signed.status.phase != "left":
+        if signed is None or not signed.status.has_left:
             return False
         return signed.member > member or sign.number >= signed.number
 
@@ -262,7 +262,7 @@ class FolderMembers:
         self._beat_at = time.monotonic() + _BEAT_SECONDS
         if (own := self._statuses.own) is None:
             return
-        if self._make_folders() and own.status.phase != "left":  # others that leave remove all
+        if self._make_folders() and not own.status.has_left:  # others that leave remove all
             self._folder.say(f"{self._folder.url}: another program has removed files of this run")
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)
@@ -363,7 +363,7 @@ class FolderMembers:
                 if self._looked < sign.changed + sign.lease
                 and (signed := self._statuses.of(member.slot)) is not None
                 and signed.member == member
-                and signed.status.phase != "left"
+                and not signed.status.has_left
             )
             is_new, self.present = present != self.present, present
         if is_new:

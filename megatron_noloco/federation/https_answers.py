@@ -134,7 +134,7 @@ class Answers:
         peer = self._links.peer_of(asker)
         if self._mesh.statuses.own is None:
             return _refusal(503, "not ready yet")
-        if peer is None or peer.signed.status.phase == "left":
+        if peer is None or peer.signed.status.has_left:
             return _refusal(410, _REPLACED)
         if not self._links.open(peer, link):
             return _refusal(403, "there is a link already")
@@ -176,7 +176,7 @@ class Answers:
     async def _get(self, request: web.BaseRequest, giver: Member, name: str) -> web.StreamResponse:
         """Take a piece that is brought."""
         peer = self._links.peer_of(giver)
-        if peer is None or peer.signed.status.phase == "left":
+        if peer is None or peer.signed.status.has_left:
             latest = self._links.peers.get(giver.slot)
             is_over = latest is not None and latest.member >= giver
             return _refusal(410 if is_over else 403, "no member that is there")

@@ -207,7 +207,7 @@ class HttpsCarrier(Carrier):
 
     def _is_told(self) -> bool:
         own, peers = self.mesh.statuses.own, self._links.peers.values()
-        links = [peer.link for peer in peers if peer.link is not None and peer.signed.status.phase != "left"]
+        links = [peer.link for peer in peers if peer.link is not None and not peer.signed.status.has_left]
         return own is None or all(link.own is own for link in links)
 
     def _warn_of_stranger(self, host: str, error: ssl.SSLError) -> None:

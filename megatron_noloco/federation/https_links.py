@@ -119,10 +119,6 @@ class Neighbour:
         self.address = self.seed = ""
         self.dialling: asyncio.Task[None] | None = None
         self.dial_at, self.tries, self.pauses = dial_at, 0, pauses()
-        self.update(signed)
-
-    def update(self, signed: SignedStatus) -> None:
-        """Take a later status of this member."""
         self.signed = signed
 
     @property
@@ -145,7 +141,7 @@ class Neighbour:
         is_dialling = (
             self.dialling is not None and not self.dialling.done()
         )  # it may have ended before it began
-        is_open = self.link is not None or is_dialling or self.signed.status.phase == "left"
+        is_open = self.link is not None or is_dialling or self.signed.status.has_left
         return not is_open and time.monotonic() >= self.dial_at and bool(self.addresses)
 
     def put_off(self) -> float:
@@ -198,7 +194,7 @@ class Links:
         if signed is None or (known is not None and known.signed is signed):
             return
         if known is not None and known.member == signed.member:
-            known.update(signed)
+            known.signed = signed
         else:
             if known is not None and known.dialling is not None:
                 known.dialling.cancel()
@@ -253,7 +249,7 @@ class Links:
         Args:
             told: members to which others have links.
         """
-        has_ended = peer.signed.status.phase == "left" or time.time() > peer.ends
+        has_ended = peer.signed.status.has_left or time.time() > peer.ends
         return not has_ended and (peer.is_linked or peer.member in told)
 
     def acts(self, member: Member) -> bool:
@@ -266,7 +262,7 @@ class Links:
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = self.peers.values()
-        tellers = (peer for peer in peers if peer.is_linked and peer.signed.status.phase != "left")
+        tellers = (peer for peer in peers if peer.is_linked and not peer.signed.status.has_left)
         told = frozenset[Member]().union(*(peer.linked for peer in tellers))
         present = frozenset(peer.member for peer in peers if self.is_there(peer, told))
         reachable = frozenset(peer.member for peer in peers if peer.member in present and peer.is_linked)

@@ -307,7 +307,7 @@ class Attendance:
         """Yield a line for each kind of change since the last call: many changes at once are one line."""
         changed: dict[str, list[int]] = {kind: [] for kind in _VERBS}
         for slot, peer in peers.items():
-            was_there, has_left = self._told.get(slot, False), peer.status.phase == "left"
+            was_there, has_left = self._told.get(slot, False), peer.status.has_left
             if peer.present and not has_left and not was_there:
                 changed["back" if slot in self._told else "come"].append(slot)
             elif was_there and (has_left or not peer.present):

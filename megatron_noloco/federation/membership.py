@@ -111,7 +111,7 @@ class Membership:
 
         def is_there() -> bool:
             there = self.leader.present().values()
-            return any(status.begun >= 0 and status.phase != "left" for status in there)
+            return any(status.begun >= 0 and not status.has_left for status in there)
 
         now.part("looking for another replica")
         return computed_by_rank_0(lambda: self._wait_until(is_there, TOGETHER_SECONDS))

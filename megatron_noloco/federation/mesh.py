@@ -309,7 +309,7 @@ class Mesh:
     def members(self) -> Mapping[Member, PeerStatus]:
         """Return the members that are there, with the last status of each; of a slot only the latest process."""
         there = set[Member]().union(*(carrier.present() for carrier in self.carriers))
-        return self._by_slot(lambda signed: signed.member in there and signed.status.phase != "left")
+        return self._by_slot(lambda signed: signed.member in there and not signed.status.has_left)
 
     def known(self) -> Mapping[Member, PeerStatus]:
         """Return the members that are or were there, this member included, with the last status of each."""
@@ -329,7 +329,7 @@ class Mesh:
     def may_come(self, member: Member) -> bool:
         """Return whether another member may be there: it has not left, and no later process has its slot."""
         signed = self.statuses.of(member.slot)
-        return signed is not None and signed.member == member and signed.status.phase != "left"
+        return signed is not None and signed.member == member and not signed.status.has_left
 
     def close(self) -> None:
         """Say that this member has left, and end."""

@@ -143,6 +143,11 @@ class PeerStatus:
     mean: FinalStatus = FinalStatus()
     rows: Annotated[list[tuple[Number, Row]], Field(max_length=MOST_ROWS)] = field(default_factory=list)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this replica comes no more."""
+        return self.phase == "left"
+
     def open_from(self, slot: int) -> int:
         """Return the earliest round that may still be open with a replica: under way with it, or the next."""
         under_way = (number for number in self.under_way if self.partners.get(number) == slot)

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco import __version__
+from megatron_noloco.data.tokenizer import KEPT
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.statuses import is_address, object_in
 from megatron_noloco.files import outside
@@ -28,7 +29,6 @@ from megatron_noloco.settings import MOST_SLOTS
 PRETRAINED = "pretrained"
 MOST_ADDRESSES = 16
 MOST_BYTES = 2**26
-_TOKENIZER_FILE = r"^tokenizer_as_read\.json$"
 _NO_INVITATION = "has a content that no `megatron-noloco invite` writes"
 
 
@@ -69,7 +69,7 @@ class Invitation:
         Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path", "pretrained"]
     ]
     tokenizer: dict[
-        Annotated[str, Field(pattern=_TOKENIZER_FILE)], Annotated[str, AfterValidator(_checked_base64)]
+        Annotated[str, Field(pattern=f"^{re.escape(KEPT)}$")], Annotated[str, AfterValidator(_checked_base64)]
     ]
 
     @property

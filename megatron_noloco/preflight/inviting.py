@@ -96,7 +96,7 @@ def invite(
 def _addresses(statuses: Mapping[Member, PeerStatus], present: Collection[Member]) -> list[str]:
     """Return addresses of jobs that have not left: one of each before the second of any."""
     order = sorted(statuses, key=lambda member: member not in present)
-    lists = [statuses[one].addresses for one in order if statuses[one].phase != "left"]
+    lists = [statuses[one].addresses for one in order if not statuses[one].has_left]
     places = [address for place in zip_longest(*lists) for address in place if address is not None]
     return list(dict.fromkeys(places))[:MOST_ADDRESSES]
 
