@@ -114,7 +114,7 @@ def test_a_killed_replica_comes_back_and_a_new_one_joins(tmp_path: Path, text: s
 def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str) -> None:
     """Of four ranks, tp 2 x pp 2, while a round of a fragment overlaps with local steps."""
     more = {
-        "parallel": sizes(pp=2),
+        "parallel": sizes(tp=2, pp=2),
         "noloco": {"local_steps": 4, "fragments": 2, "overlap_steps": 3},
         "federation": {"start_with": 2, "rounds_behind": 1000, "skip_local_steps": False},
         "training": {"train_iters": 12},
@@ -122,8 +122,8 @@ def test_job_without_a_rank_ends_and_partner_continues(tmp_path: Path, text: str
     }
     lost = 1  # the second tensor-parallel rank of the first stage, in local step 7
     with Federation(tmp_path, changes(text, **more)) as federation:
-        federation.start(0, 2)
-        federation.start(1, 4, {"parallel": sizes(tp=2, pp=2)}, partial(plant, "SIGKILL", lost, 7))
+        federation.start(0, ranks=4)
+        federation.start(1, ranks=4, disturb=partial(plant, "SIGKILL", lost, 7))
         codes = federation.exit_codes(1)
         assert [code == -signal.SIGKILL for code in codes] == [False, True, False, False]
         assert codes[0] == codes[2] == codes[3] == 1
@@ -412,21 +412,27 @@ def last_losses(federation: Federation, replicas: int) -> list[float]:
 
 
 def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
-    """One replica sends NaN, one a million times its weights: the other two train as without them."""
+    """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
     more = {
-        "federation": {"start_with": 4},
         "training": {"train_iters": 24},
         "checkpoint": {"save_interval": 0},
         "evaluation": {"interval": 24, "iters": 4},
     }
-    with Federation(tmp_path, changes(text, **more)) as federation:
-        for replica, factor in enumerate((1.0, 1.0, math.nan, 1e6)):
-            federation.start(replica, disturb=partial(send_times, factor))
-        federation.wait()
-        assert max(last_losses(federation, 2)) < 3.5, "as low as counting letters"
-        log = federation.log(0) + federation.log(1)
-    assert "| replica 2 sent numbers that are not finite |" in log
-    assert "| replica 3 sent absurd numbers, " in log
+    losses = []
+    for poisonous in ((), (math.nan, 1e6)):
+        start_with = {"federation": {"start_with": 3 + len(poisonous)}}
+        changed = changes(text, **tiny(more, start_with))
+        with Federation(tmp_path / f"{len(poisonous)}", changed) as federation:
+            for replica in range(3):
+                federation.start(replica)
+            for replica, factor in enumerate(poisonous, start=3):
+                federation.start(replica, disturb=partial(send_times, factor))
+            federation.wait()
+            losses.append(last_losses(federation, 3))
+    log = "".join(federation.log(replica) for replica in range(3))
+    assert "| replica 3 sent numbers that are not finite |" in log
+    assert "| replica 4 sent absurd numbers, " in log
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)  # a busy machine leaves out other steps
 
 
 def poisons_itself(step: int) -> None:
