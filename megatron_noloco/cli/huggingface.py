@@ -209,7 +209,7 @@ def _template(args: argparse.Namespace) -> "RunConfig":
             "import: --data is missing: a file or folder of text to train on; or --config, a file that has it"
         )
     else:
-        config = config_to_continue(sizes, data, f"runs/{output.stem}")
+        config = config_to_continue(sizes, data, f"runs/{output.stem}", in_one_job=args.rendezvous is None)
     if args.rendezvous is not None:
         with prefix_errors_with("import: --rendezvous"):
             meeting_place(args.rendezvous)

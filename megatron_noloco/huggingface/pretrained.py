@@ -20,6 +20,7 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
 _LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
+_LOCAL_STEPS = 50  # of separate jobs, which cannot choose them together
 _TO_CONTINUE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 16,
@@ -29,21 +30,24 @@ _TO_CONTINUE: dict[str, Any] = {
         "params": {"total_num_steps": "auto", "warmup_num_steps": 100, "cos_min_ratio": 0.1},
     },
     "gradient_clipping": 1.0,
-    "noloco": {"local_steps": 50},
     "evaluation": {"interval": 500},
 }
 UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
 
 
-def config_to_continue(sizes: Mapping[str, Any], data: Mapping[str, str], output_dir: str) -> RunConfig:
+def config_to_continue(
+    sizes: Mapping[str, Any], data: Mapping[str, str], output_dir: str, in_one_job: bool
+) -> RunConfig:
     """Return the config with which a model is continued where no file says how; raises UserError.
 
     Args:
         sizes: see `read_sizes`.
         data: what is read, by field of the block `data`.
+        in_one_job: whether all replicas are in one job, which then chooses how often they exchange.
     """
     own: dict[str, Any] = {
         "bf16": {"enabled": torch.cuda.is_available() and torch.cuda.is_bf16_supported()},
+        "noloco": {} if in_one_job else {"local_steps": _LOCAL_STEPS},
         "model": {**sizes, "seq_length": min(sizes["seq_length"], _LONGEST_SAMPLE)},
         "data": data,
         "training": {"train_iters": 2000, "output_dir": output_dir},

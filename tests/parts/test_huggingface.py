@@ -422,6 +422,9 @@ def test_import_alone_writes_a_run_of_separate_jobs(
     assert (config.replica_batch, config.training.output_dir) == (16, "runs/my-run")
     assert config.federation.rendezvous == "tcp://first:29600"
     assert keys_of_inviter(config, "my-run.json", None, None).can_invite
+    output_of("import", model_of_bytes, "--data", "my-texts", "--output", "one-job.json", "--no-check")
+    # one job measures how often it can exchange, separate jobs cannot choose that together
+    assert [run.noloco.most_waiting for run in (config, load_config("one-job.json"))] == [None, 0.1]
 
 
 @pytest.mark.parametrize("room", [0, 1000], ids=["nothing", "the key"])
