@@ -164,16 +164,22 @@ def crossed(lines: Iterable[str], methods: Methods) -> dict[str, dict[str, Found
 
 
 def _crossed(lines: list[str], methods: Methods, measures: list[str]) -> Iterator[list[str]]:
-    """Yield the rows of a table with a column for each method."""
+    """Yield the rows of a table with a column for each method; one of which nothing is shown is left out."""
     _, corner, *columns = (cell.strip() for cell in lines[0].split("|"))
-    titles = [column.partition(" = ")[0] for column in columns]
-    yield [corner, *titles]
-    for label, row in crossed(lines, methods).items():
-        shown = {
-            title: [MEASURES[name].show(runs, _baselines(row.items())) for name in measures]
+    shown = {
+        label: {
+            title: "; ".join(
+                filter(None, (MEASURES[name].show(runs, _baselines(row.items())) for name in measures))
+            )
             for title, runs in row.items()
         }
-        yield [label, *("; ".join(filter(None, shown.get(title, []))) for title in titles)]
+        for label, row in crossed(lines, methods).items()
+    }
+    titles = [column.partition(" = ")[0] for column in columns]
+    titles = [title for title in titles if any(row.get(title) for row in shown.values())]
+    yield [corner, *titles]
+    for label, row in shown.items():
+        yield [label, *(row.get(title, "") for title in titles)]
 
 
 def _baselines(rows: Iterable[tuple[str, Found]]) -> dict[str, Found]:
