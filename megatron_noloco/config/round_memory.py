@@ -36,7 +36,7 @@ def outer_vectors(noloco: NolocoSettings, topology: Topology) -> list[OuterVecto
         ("outer momentum", bool(noloco.outer_momentum), 1.0, device),
         ("rounding errors", keeps_rounding, 1.0, device),
         ("combined vector", True, rounds, coded),
-        ("new rounding errors", keeps_rounding, rounds, coded),
+        ("new rounding errors", keeps_rounding and noloco.fragments > 1, rounds, coded),
         ("mean", topology.separate_jobs, rounds, False),  # which waits until it is certain
         ("snapshot", noloco.overlap_steps != 0, rounds, device),
     )

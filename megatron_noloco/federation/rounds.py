@@ -224,7 +224,6 @@ class PairExchange:
     replica. See `outer.exchange.AnyExchange`.
     """
 
-    rounding = None  # of pairs nothing is kept
     done = False  # as far as is known before `finish`, which asks the leader
 
     def __init__(self, replica: Replica) -> None:
@@ -238,8 +237,20 @@ class PairExchange:
         self._round: _Round
         self._outcome: Future[_Outcome]
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
-        """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
+    def begin(
+        self,
+        vector: Tensor,
+        group: Group,
+        number: int,
+        what: str,
+        exact: Ranges = (),
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica.
+
+        Args:
+            rounding: None, since pairs keep nothing.
+        """
         replica, partners = self._replica, self._replica.partners
         self._vector, self._number = vector, number
         settled, self._partner, missed = computed_by_rank_0(lambda: self._choice(number))

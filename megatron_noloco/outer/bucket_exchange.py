@@ -182,7 +182,7 @@ def pair_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchange
     code = PairCode(bucket, how, members.buffers, members.report)
     yield members.swap([code.sketches], [code.their_sketches[0]])
     code.find_steps()
-    while code.blocks:
+    while len(code.numbers):
         yield members.swap(code.encode(), code.theirs[0])
         code.average()
     yield from _left_over(members, code)
@@ -195,7 +195,7 @@ def group_in_codes(members: Members, bucket: Tensor, how: Code) -> BucketExchang
     yield members.to_owners(parts, [code.sketches], [[one] for one in code.their_sketches])
     code.find_steps()
     yield members.from_owners(parts, [code.steps])
-    while code.blocks:
+    while len(code.numbers):
         of_open = {rank: code.within(part) for rank, part in parts.items()}
         yield members.to_owners(of_open, code.encode(), code.theirs)
         code.add_up()

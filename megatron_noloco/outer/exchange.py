@@ -37,14 +37,19 @@ class AnyExchange(Protocol):
     def report(self) -> ExchangeReport: ...
 
     @property
-    def rounding(self) -> Tensor | None: ...
-
-    @property
     def done(self) -> bool:
         """Whether it is known that all messages have come and gone."""
         ...
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None: ...
+    def begin(
+        self,
+        vector: Tensor,
+        group: Group,
+        number: int,
+        what: str,
+        exact: Ranges = (),
+        rounding: Tensor | None = None,
+    ) -> None: ...
 
     def progress(self, until: float = math.inf) -> Iterator[MeanPiece]: ...
 
@@ -76,8 +81,8 @@ class Exchange:
     may be under way at once, each with its own channel or number. Each has one vector under way at a time.
 
     In codes (`bits`), the mean of a piece is this replica's estimate of it. The mean of a group's estimates is
-    that of its vectors, to the rounding of fp32; two estimates differ by a step at most. With `rounding` all
-    members have the same bits, which lack the mean of `rounding` (payload.py).
+    that of its vectors, to the rounding of fp32; two estimates differ by a step at most. Where rounding errors are
+    kept (payload.py) all members have the same bits, which lack the mean of these errors.
 
     Args:
         transport: carries the messages.
@@ -91,8 +96,6 @@ class Exchange:
         deadline_seconds: may be changed between two exchanges.
         bucket: elements of a bucket, the same for the counterparts; a multiple of `payload.BLOCK` in codes.
         report: of the exchange begun last; complete when `finish` is exhausted.
-        rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
-            vector, beside it, valid where a piece has been yielded. None: nothing is left out.
         done: whether all of the mean has been yielded, and all that was sent has arrived.
     """
 
@@ -116,7 +119,6 @@ class Exchange:
         self.place = place
         self.channel = channel
         self.deadline_seconds = deadline_seconds
-        self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
         self.done = False
         self._bits = bits
@@ -125,22 +127,32 @@ class Exchange:
         self._vector = self._signs = NOTHING
         self._what, self._tag = "", 0
         self._exact: Ranges = ()
+        self._rounding: Tensor | None = None
         self._posted = 0  # buckets
         self._under_way = deque[UnderWay]()  # in the order of the vector
-        self._own = Buffers()
         # Of the buckets under way, by their numbers modulo WINDOW.
         self._buffers = [Buffers() for _ in range(WINDOW)]
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
+    def begin(
+        self,
+        vector: Tensor,
+        group: Group,
+        number: int,
+        what: str,
+        exact: Ranges = (),
+        rounding: Tensor | None = None,
+    ) -> None:
         """Post the first messages of this rank, and return without waiting for any.
 
         Args:
             vector: fp32, flat, on any device; not to be written until `finish` is exhausted. What is sent of a
-                vector on an accelerator is copied to host memory.
+                vector on an accelerator is copied to host memory. In codes the mean takes its place.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
             exact: parts of the vector that are sent in fp32 where others are sent as codes.
+            rounding: to be filled with what the mean lacks of this vector, to be added to the next one; as long as
+                the vector, beside it, valid where a piece has been yielded. None: nothing may be left out.
 
         Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
         not in the group.
@@ -154,6 +166,10 @@ class Exchange:
         self._tag = tag_of(number, self.channel)
         self._posted, self.done = 0, False
         self._under_way.clear()
+        self._rounding = rounding
+        if rounding is not None and not keeps_rounding(self._bits, len(group)):
+            rounding.zero_()
+            self._rounding = None
         if self._bits is not None:
             self._prepare_codes(self._bits, number)
         self._open_buckets()
@@ -188,9 +204,6 @@ class Exchange:
         if self._codec is None or self._codec.device != device:
             self._codec = codec_for(bits, device)
         self._signs = signs_of(number).to(device, non_blocking=True)
-        self.rounding = None
-        if keeps_rounding(bits, len(self.report.group)):
-            self.rounding = self._own.get("rounding", torch.float32, len(self._vector), device=device)
 
     def _open_buckets(self) -> None:
         """Post the first messages of the next buckets, as far as there is room."""
@@ -212,7 +225,7 @@ class Exchange:
                 bucket = members.buffers.get("outbox", torch.float32, len(bucket)).copy_(bucket)
             return in_fp32(members, bucket)
         coded = blocks_to_code(range(at.start, at.start + len(bucket)), self._exact)
-        rounding = None if self.rounding is None else self.rounding[at]
+        rounding = None if self._rounding is None else self._rounding[at]
         return in_codes(members, bucket, Code(self._codec, self._signs, coded, len(ranks) - 1, rounding))
 
     def _pieces(self, since: float | None, until: float = math.inf) -> Iterator[MeanPiece]:
@@ -233,7 +246,7 @@ class Exchange:
             self._under_way.clear()
             self.report.seconds = time.perf_counter() - self.report.started
             # Late messages must not overwrite the next exchange's memory; the transport keeps the old one.
-            for buffers in (self._own, *self._buffers):
+            for buffers in self._buffers:
                 buffers.release()
             if named := self._named(error):
                 raise named from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.host_kernels import addresses, at, functions, in_parts
-from megatron_noloco.outer.payload import STEPS_AT_ONCE, Codec, Coded, Found, Received, slices
+from megatron_noloco.outer.payload import Blocks, Codec, Coded, Found, Received
 from megatron_noloco.outer.vectors import HOST
 from megatron_noloco.plans.payloads import keeps_rounding
 
@@ -35,54 +35,52 @@ class HostCodec(Codec):
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
         """See `Codec`."""
-        in_parts(self._c.sketch, len(out), _LEAST, _vector(vector), at(signs), at(out))
+        in_parts(self._c.sketch, len(out), _LEAST, at(vector), c_int64(len(vector)), at(signs), at(out))
 
     def find_steps(self, sketches: Sequence[Tensor], out: Tensor) -> None:
         """See `Codec`."""
-        rows = len(sketches), addresses(map(at, sketches)), c_float(self.range_in_steps(len(sketches)))
-        for piece in slices(len(out), STEPS_AT_ONCE):
-            self._c.find_steps(c_int64(piece.start), c_int64(piece.stop), *rows, at(out))
+        units = c_float(self.range_in_steps(len(sketches)))
+        self._c.find_steps(c_int64(len(out)), len(sketches), addresses(map(at, sketches)), units, at(out))
 
-    def encode(self, vector: Tensor, steps: Tensor, digit: int, out: Coded) -> None:
+    def encode(self, blocks: Blocks, digit: int, out: Coded) -> None:
         """See `Codec`."""
-        coding = self.bits, digit, at(steps), at(self.weights)
-        in_parts(self._c.encode, len(steps), _LEAST, _vector(vector), coding, map(at, out))
+        self._in_parts(self._c.encode, blocks, self.bits, digit, at(self.weights), *map(at, out))
 
-    def average(self, vector: Tensor, steps: Tensor, theirs: Received, out: Tensor) -> Found:
+    def average(self, blocks: Blocks, theirs: Received, out: Tensor) -> Found:
         """See `Codec`."""
-        (low, high), checksums = _digits(theirs), theirs[1]
-        coding = self.bits, at(steps), at(self.weights), low, high, at(checksums)
-        return self._found(self._c.average, steps, (_vector(vector), coding, at(out)))
+        coding = self.bits, at(self.weights), *_digits(theirs), at(theirs[1])
+        return self._found(self._c.average, blocks, *coding, at(out))
 
-    def sum_of(self, vector: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
+    def sum_of(self, blocks: Blocks, others: Sequence[Received], out: Tensor) -> Found:
         """See `Codec`."""
         low, high = (addresses(column) for column in zip(*map(_digits, others), strict=True))
         checksums = addresses([at(checksums) for _, checksums in others])
-        coding = self.bits, at(steps), at(self.weights), len(others), low, high, checksums
-        sums = keeps_rounding(self.bits, 1 + len(others)), 8 * out.itemsize, at(out)
-        return self._found(self._c.sum_of, steps, (_vector(vector), coding, sums))
+        coding = self.bits, at(self.weights), len(others), low, high, checksums
+        limited = keeps_rounding(self.bits, 1 + len(others))
+        return self._found(self._c.sum_of, blocks, *coding, limited, 8 * out.itemsize, at(out))
 
     def average_sums(
-        self, vector: Tensor, steps: Tensor, sums: Tensor, members: int, out: tuple[Tensor, Tensor | None]
+        self, blocks: Blocks, held: Tensor, sums: Tensor, members: int, out: tuple[Tensor, Tensor | None]
     ) -> None:
         """See `Codec`."""
-        coding = at(steps), 8 * sums.itemsize, at(sums), members, *map(at, out)
-        in_parts(self._c.average_sums, len(steps), _LEAST, _vector(vector), coding)
+        summed = at(held), 8 * sums.itemsize, at(sums), members
+        self._in_parts(self._c.average_sums, blocks, *summed, *map(at, out))
 
-    def _found(self, function: Callable[..., bool], steps: Tensor, arguments: tuple[Any, ...]) -> Found:
-        right = torch.empty(len(steps), dtype=torch.bool, device=self.device)
+    def _in_parts(self, function: Callable[..., Any], blocks: Blocks, *arguments: Any) -> list[Any]:
+        vector, numbers, steps = blocks
+        given = at(vector), c_int64(len(vector)), at(numbers), at(steps)
+        return in_parts(function, len(numbers), _LEAST, *given, *arguments)
+
+    def _found(self, function: Callable[..., bool], blocks: Blocks, *arguments: Any) -> Found:
+        right = torch.empty(len(blocks.numbers), dtype=torch.bool, device=HOST)
 
         def part(*arguments: Any) -> tuple[bool, float]:
             variance = c_double()
             return function(*arguments, byref(variance)), variance.value
 
-        unequal, variances = zip(*in_parts(part, len(steps), _LEAST, *arguments, at(right)), strict=True)
-        variance = torch.tensor(sum(variances), dtype=torch.float64, device=self.device)
-        return Found(right, torch.tensor(any(unequal), dtype=torch.bool, device=self.device), variance)
-
-
-def _vector(tensor: Tensor) -> tuple[c_void_p, c_int64]:
-    return at(tensor), c_int64(len(tensor))
+        found = self._in_parts(part, blocks, *arguments, at(right))
+        unequal, variances = zip(*found, strict=True)
+        return Found(right, torch.tensor(any(unequal)), torch.tensor(sum(variances), dtype=torch.float64))
 
 
 def _digits(theirs: Received) -> tuple[c_void_p, c_void_p]:

@@ -3,8 +3,8 @@
 Built without fused multiply-adds (`host_kernels.py`): products and sums round apart, as the format asks. Loops are
 simple, so that compilers use the processor's vector instructions, and write means to their places at once: a copy
 of whole rows waits for memory. `ivdep` is for results in the place of an argument. A function works on a part,
-begin..end, of the blocks or the elements of a vector. Blocks are the code's (`payload`), each worked on in one
-pass; a short last block of a vector of `length` elements is padded with zeros. */
+begin..end, of the elements of a vector, or of the blocks (`payload.Blocks`) of given numbers, each in one pass; a
+short last block of a vector of `length` elements is padded with zeros. */
 #include <limits.h>
 #include <math.h>
 #include <stdbool.h>
@@ -14,8 +14,8 @@ pass; a short last block of a vector of `length` elements is padded with zeros. 
 #define BLOCK 512
 #define CELLS 4
 #define BIG 1073741824.0f /* of the integers: 2^30 */
-#define MOST 8192 /* of these as in `payload`: STEPS_AT_ONCE, _NEAR, _UNLUCKY, _FINEST, _SMALLEST */
-#define NEAR 2
+#define NEAR 2 /* of these as in `payload`: _NEAR, _UNLUCKY, _FINEST, _SMALLEST */
+#define WIDTH (2 * NEAR + 1)
 #define UNLUCKY 8.0f
 #define FINEST 0x1p-22f
 #define SMALLEST 0x1p-100f
@@ -138,36 +138,37 @@ static float energy(const float *cells) {
 
 static float root(float x) { return (float)sqrt((double)x); }
 
-/* See `payload._smooth`; `energies` has NEAR numbers more on each side of a block's own. */
-static float smooth(const float *energies) {
-    float total = 0, own = energies[NEAR];
-    for (int i = 0; i <= 2 * NEAR; i++) total += energies[i];
-    float mean = total / (2 * NEAR + 1), most = UNLUCKY * own;
+/* See `payload._smooth`: of the block in the middle of 2 NEAR + 1, whose first is at `first` of a ring. */
+static float smooth(const float *ring, place first) {
+    float total = 0, own = ring[(first + NEAR) % WIDTH];
+    for (int i = 0; i < WIDTH; i++) total += ring[(first + i) % WIDTH];
+    float mean = total / WIDTH, most = UNLUCKY * own;
     if (most < mean) mean = most;
     return (mean > own ? mean : own) / BLOCK;
 }
 
-/* See `Codec.find_steps`: of at most MOST blocks from `begin` on, and for `members` sketches. */
-void find_steps(place begin, place end, int members, const float **sketches, float units, float *steps) {
-    float apart[MOST + 2 * NEAR] = {0}, size[MOST + 2 * NEAR] = {0};
-    bool finite[MOST];
-    int blocks = (int)(end - begin);
-    for (int i = 0; i < blocks; i++) {
-        const float *first = sketches[0] + (begin + i) * CELLS;
-        float all = energy(first), distance = 0;
-        for (int member = 1; member < members; member++) {
-            const float *other = sketches[member] + (begin + i) * CELLS;
-            float difference[CELLS];
-            for (int cell = 0; cell < CELLS; cell++) difference[cell] = first[cell] - other[cell];
-            distance += energy(difference) / (members - 1);
-            all += energy(other);
+/* See `Codec.find_steps`: of blocks from 0 to `end`, and for `members` sketches. */
+void find_steps(place end, int members, const float **sketches, float units, float *steps) {
+    float apart[WIDTH] = {0}, size[WIDTH] = {0};
+    for (place i = 0; i < end + NEAR; i++) {
+        float all = 0, distance = 0;
+        if (i < end) {
+            const float *first = sketches[0] + i * CELLS;
+            all = energy(first);
+            for (int member = 1; member < members; member++) {
+                const float *other = sketches[member] + i * CELLS;
+                float difference[CELLS];
+                for (int cell = 0; cell < CELLS; cell++) difference[cell] = first[cell] - other[cell];
+                distance += energy(difference) / (members - 1);
+                all += energy(other);
+            }
+            bool finite = isfinite(all) && isfinite(distance);
+            steps[i] = finite;
+            if (!finite) all = distance = 0;
         }
-        finite[i] = isfinite(all) && isfinite(distance);
-        apart[i + NEAR] = finite[i] ? distance : 0;
-        size[i + NEAR] = finite[i] ? all : 0;
-    }
-    for (int i = 0; i < blocks; i++) {
-        float step = root(smooth(apart + i)) * units, least = root(smooth(size + i) / members) * FINEST;
+        apart[i % WIDTH] = distance, size[i % WIDTH] = all;
+        if (i < NEAR) continue;
+        float step = root(smooth(apart, i + 1)) * units, least = root(smooth(size, i + 1) / members) * FINEST;
         if (step < least) step = least;
         if (step < SMALLEST) step = SMALLEST;
         step *= 1 + 1.0f / 256;
@@ -175,17 +176,17 @@ void find_steps(place begin, place end, int members, const float **sketches, flo
         memcpy(&word, &step, sizeof word);
         word = (word + (word >> 16 & 1) + 0x7FFF) & 0xFFFF0000; /* to bf16 */
         memcpy(&step, &word, sizeof step);
-        steps[begin + i] = finite[i] ? step : 0;
+        steps[i - NEAR] *= step;
     }
 }
 
-void encode(place begin, place end, const float *vector, place length, int bits, int digit, const float *steps,
-            const int32_t *weights, uint8_t *codes, int32_t *checksums) {
+void encode(place begin, place end, const float *vector, place length, const place *numbers, const float *steps,
+            int bits, int digit, const int32_t *weights, uint8_t *codes, int32_t *checksums) {
     float padded[BLOCK];
     int32_t n[BLOCK], rest;
     uint8_t d[BLOCK];
     for (place block = begin; block < end; block++) {
-        whole_steps(row_of(vector, length, block, padded, &rest), steps[block], n);
+        whole_steps(row_of(vector, length, numbers[block], padded, &rest), steps[block], n);
         checksums[block] = checksum(n, weights) + rest;
         EACH d[i] = (uint8_t)(n[i] >> bits * digit);
         pack(bits, d, codes + block * 64 * bits);
@@ -193,21 +194,21 @@ void encode(place begin, place end, const float *vector, place length, int bits,
 }
 
 /* Fill `out` with a pair's mean, and `right`; add to the variance. Returns whether vectors differ in length. */
-bool average(place begin, place end, const float *vector, place length, int bits, const float *steps,
-             const int32_t *weights, const uint8_t *low, const uint8_t *high, const int32_t *checksums, float *out,
-             bool *right, double *variance) {
+bool average(place begin, place end, const float *vector, place length, const place *numbers, const float *steps,
+             int bits, const int32_t *weights, const uint8_t *low, const uint8_t *high, const int32_t *checksums,
+             float *out, bool *right, double *variance) {
     float padded[BLOCK];
     int32_t n[BLOCK], m[BLOCK], rest;
     int64_t squares;
     bool unequal = false;
     for (place block = begin; block < end; block++) {
-        const float *row = row_of(vector, length, block, padded, &rest);
+        const float *row = row_of(vector, length, numbers[block], padded, &rest);
         float step = steps[block];
         whole_steps(row, step, n);
         bool fits = differences(bits, low, high, block, n, weights, checksums[block] - rest, m, &unequal, &squares);
         right[block] = fits && step > 0;
-        float scale = step * (fits ? 1.0f : 0.0f) / 2, *mean = out + block * BLOCK;
-        int size = elements_of(length, block);
+        float scale = step * (fits ? 1.0f : 0.0f) / 2, *mean = out + numbers[block] * BLOCK;
+        int size = elements_of(length, numbers[block]);
 #pragma GCC ivdep
         for (int i = 0; i < size; i++) mean[i] = (float)m[i] * scale + row[i];
         if (right[block]) *variance += (double)step * step * squares / 2;
@@ -216,15 +217,15 @@ bool average(place begin, place end, const float *vector, place length, int bits
 }
 
 /* Fill `sums`, of `width` bits, with the sums of n over a group; otherwise as `average`. */
-bool sum_of(place begin, place end, const float *vector, place length, int bits, const float *steps,
-            const int32_t *weights, int others, const uint8_t **low, const uint8_t **high, const int32_t **checksums,
-            bool limited, int width, void *sums, bool *right, double *variance) {
+bool sum_of(place begin, place end, const float *vector, place length, const place *numbers, const float *steps,
+            int bits, const int32_t *weights, int others, const uint8_t **low, const uint8_t **high,
+            const int32_t **checksums, bool limited, int width, void *sums, bool *right, double *variance) {
     float padded[BLOCK];
     int32_t n[BLOCK], m[BLOCK], total[BLOCK], lows[BLOCK], highs[BLOCK], rest, members = others + 1;
     int32_t largest = (int32_t)(UINT32_C(0xFFFFFFFF) >> (33 - width));
     bool unequal = false;
     for (place block = begin; block < end; block++) {
-        whole_steps(row_of(vector, length, block, padded, &rest), steps[block], n);
+        whole_steps(row_of(vector, length, numbers[block], padded, &rest), steps[block], n);
         bool held = steps[block] > 0;
         int64_t squares = 0, one, sum = 0;
         EACH total[i] = lows[i] = highs[i] = 0;
@@ -258,22 +259,24 @@ bool sum_of(place begin, place end, const float *vector, place length, int bits,
     return unequal;
 }
 
-/* Fill `out` with the mean from a group's sums; with `rounding`, s * mean(n), and c - s n. */
-void average_sums(place begin, place end, const float *vector, place length, const float *steps, int width,
-                  const void *sums, int members, float *out, float *rounding) {
+/* Fill `out` with the mean of the blocks that are held, from a group's sums; with `rounding`, s * mean(n), and
+c - s n. */
+void average_sums(place begin, place end, const float *vector, place length, const place *numbers, const float *steps,
+                  const bool *held, int width, const void *sums, int members, float *out, float *rounding) {
     float padded[BLOCK];
     int32_t n[BLOCK], m[BLOCK], rest;
     for (place block = begin; block < end; block++) {
-        const float *row = row_of(vector, length, block, padded, &rest);
-        float step = steps[block], *mean = out + block * BLOCK;
-        int size = elements_of(length, block);
+        if (!held[block]) continue;
+        const float *row = row_of(vector, length, numbers[block], padded, &rest);
+        float step = steps[block], *mean = out + numbers[block] * BLOCK;
+        int size = elements_of(length, numbers[block]);
         whole_steps(row, step, n);
         if (width == 8) EACH m[i] = (int8_t)(((const int8_t *)sums)[block * BLOCK + i] - members * n[i]);
         else if (width == 16) EACH m[i] = (int16_t)(((const int16_t *)sums)[block * BLOCK + i] - members * n[i]);
         else EACH m[i] = ((const int32_t *)sums)[block * BLOCK + i] - members * n[i];
         if (rounding) {
             double scale = (double)step / members;
-            float *left = rounding + block * BLOCK;
+            float *left = rounding + numbers[block] * BLOCK;
 #pragma GCC ivdep
             for (int i = 0; i < size; i++) {
                 left[i] = row[i] - (float)n[i] * step;
@@ -298,13 +301,18 @@ void combine(place begin, place end, const float *theta, const float *phi, const
     }
 }
 
-/* See `step.outer_step`, in place; without momentum, which is then 0, `delta` is NULL. */
-void outer_step(place begin, place end, const float *mean, float *phi, float *delta, float alpha, float gamma,
-                bool nesterov) {
-    for (place i = begin; i < end; i++) {
-        float u = phi[i] * -gamma + mean[i], new = (delta ? delta[i] : 0) * alpha + u;
-        if (delta) delta[i] = new;
-        phi[i] += nesterov ? u + new * alpha : new;
+/* See `host_kernels.outer_step`, whose tensors are NULL if they are None. */
+void outer_step(place begin, place end, const float *mean, float *phi, float *delta, float *snapshot, float *theta,
+                float alpha, float gamma, bool nesterov) {
+    for (place start = begin; start < end; start += BLOCK) {
+        place stop = end < start + BLOCK ? end : start + BLOCK;
+        for (place i = start; i < stop; i++) {
+            float u = phi[i] * -gamma + mean[i], new = (delta ? delta[i] : 0) * alpha + u;
+            if (delta) delta[i] = new;
+            phi[i] += nesterov ? u + new * alpha : new;
+        }
+        for (place i = start; snapshot && i < stop; i++) snapshot[i] = phi[i] - snapshot[i];
+        if (theta) memcpy(theta + start, phi + start, (stop - start) * sizeof(float));
     }
 }
 

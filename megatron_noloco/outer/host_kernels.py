@@ -48,15 +48,33 @@ def combine(theta: Tensor, phi: Tensor, kept: Tensor | None, beta: float, gamma:
 
 
 def outer_step(
-    phi: Tensor, delta: Tensor | None, mean_c: Tensor, alpha: float, gamma: float, nesterov: bool
+    phi: Tensor,
+    delta: Tensor | None,
+    mean_c: Tensor,
+    method: tuple[float, float, bool],
+    snapshot: Tensor | None = None,
+    theta: Tensor | None = None,
 ) -> None:
-    """Do `step.outer_step` in place; without momentum, which is then 0, only phi moves."""
+    """Do `step.outer_step` in place; all tensors have one shape and device, and no memory in common.
+
+    Args:
+        delta: None without momentum, which is then 0.
+        method: alpha, gamma, nesterov.
+        snapshot: theta_s, which becomes the correction phi - theta_s.
+        theta: becomes phi.
+    """
     if (kernels := functions(phi.device)) is None:
         delta = torch.zeros_like(phi) if delta is None else delta
-        step.outer_step(phi, delta, mean_c, alpha, gamma, nesterov, out=(phi, delta))
+        step.outer_step(phi, delta, mean_c, *method, out=(phi, delta))
+        if snapshot is not None:
+            torch.sub(phi, snapshot, out=snapshot)
+        if theta is not None:
+            theta.copy_(phi)
     else:
+        alpha, gamma, nesterov = method
+        vectors = map(at, (mean_c, phi, delta, snapshot, theta))
         numbers = c_float(alpha), c_float(gamma), c_bool(nesterov)
-        in_parts(kernels.outer_step, len(phi), _LEAST, at(mean_c), at(phi), at(delta), numbers)
+        in_parts(kernels.outer_step, len(phi), _LEAST, vectors, numbers)
 
 
 def squared_distance(one: Tensor, two: Tensor) -> float:

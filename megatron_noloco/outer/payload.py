@@ -44,7 +44,7 @@ added up in another order. Steps are found on the host, from sketches, which are
 where a CPU divides by 5, and a pair of both would not agree on steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -58,15 +58,12 @@ from megatron_noloco.plans.payloads import BITS, CODES, keeps_rounding
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
 _CELL = BLOCK // CELLS
-_PIECE = 512  # blocks that a CPU works on at a time: few calls, and 1 MiB of fp32 that stays in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
 _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
 _FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
 _SMALLEST = 2.0**-100  # step where all is zero
-_AT_ONCE = 8192  # blocks that a GPU works on at a time: few, long kernels
-STEPS_AT_ONCE = 8192  # blocks in which steps are found: those nearby are looked for within them
 
 
 class UnequalError(ConnectionError):
@@ -82,6 +79,25 @@ Coded = tuple[Tensor, Tensor]
 """A digit of each element, uint8 of shape [blocks, bytes of a block], and checksums, int32 of shape [blocks]."""
 Received = tuple[Sequence[Tensor], Tensor]
 """All digits that a member has sent of some blocks, the lowest first, and the checksums."""
+
+
+class Blocks(NamedTuple):
+    """Some blocks of a vector, in the order of their codes, checksums, sums and verdicts; tensors lie with it.
+
+    Attributes:
+        vector: fp32, flat, of any length.
+        numbers: of the blocks in the vector, ascending, int64.
+        steps: of these blocks, fp32; 0 if a block is not coded.
+    """
+
+    vector: Tensor
+    numbers: Tensor
+    steps: Tensor
+
+    @property
+    def rest(self) -> Tensor:
+        """What the checksums add for the length: else vectors with as many blocks would look alike."""
+        return (self.numbers == len(self.vector) // BLOCK) * (len(self.vector) % BLOCK)
 
 
 def blocks_in(elements: int) -> int:
@@ -127,7 +143,7 @@ def sum_bytes(elements: int, bits: int, members: int) -> int:
 
 
 class Found(NamedTuple):
-    """What the codes of the other members show: tensors on the codec's device.
+    """What the codes of the other members show: tensors where the vector lies.
 
     Attributes:
         right: bool of shape [blocks]: all differences fit, and the block is coded.
@@ -142,10 +158,9 @@ class Found(NamedTuple):
 
 
 class Codec:
-    """Encodes vectors in digits of `bits` bits. Its methods work in pieces that stay in cache.
+    """Encodes vectors on `device` in digits of `bits` bits, by operations of torch; the host never waits for it.
 
-    Vectors are fp32, flat, of any length; `steps` have one element per block, 0 if it is not coded. Tensors lie
-    on `device` by default; the host never waits for it. Holds working memory for one piece.
+    Messages may lie on the host.
 
     Attributes:
         weights: w of the checksums, int32 of shape [BLOCK].
@@ -156,26 +171,15 @@ class Codec:
             raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
         self.bits, self.device = bits, device
         self.block_bytes = BLOCK * bits // 8
-        self._at_once = _PIECE if device.type == "cpu" else _AT_ONCE
-        self._floats = torch.empty(self._at_once, BLOCK, dtype=torch.float32, device=device)
-        self._integers, self._weighted, self._sums = (
-            torch.empty_like(self._floats, dtype=torch.int32) for _ in range(3)
-        )
         self.weights = _checksum_weights().to(device)
-        self._places = {  # of the parts of a byte
-            width: torch.arange(0, 8, width, dtype=torch.uint8, device=device).unsqueeze(1)
-            for width in CODES[bits].planes
-        }
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
-        """Fill `out`, fp32 of shape [blocks, CELLS], on any device."""
-        for piece, at in pieces(vector, self._at_once):
-            rows = self._rows(piece, signs).view(-1, _CELL, CELLS)
-            width = _CELL
-            while width > 1:  # in a fixed order, unlike torch.sum
-                width //= 2
-                rows[:, :width].add_(rows[:, width : 2 * width])
-            out[at].copy_(rows[:, 0], non_blocking=True)
+        """Fill `out`, fp32 of shape [blocks, CELLS]."""
+        cells = (in_blocks(vector) * signs).view(-1, _CELL, CELLS)
+        while cells.shape[1] > 1:  # in a fixed order, unlike torch.sum
+            lower, upper = cells.chunk(2, dim=1)
+            cells = lower + upper
+        out.copy_(cells[:, 0], non_blocking=True)
 
     def range_in_steps(self, members: int) -> float:
         """Return how many root mean squares of a difference make a step, in a group of so many."""
@@ -188,216 +192,162 @@ class Codec:
         significant bits: the product of a step and a difference is exact in fp32.
         """
         first, *others = sketches
-        for at in slices(len(first), STEPS_AT_ONCE):
-            size = _energy(first[at])
-            difference = torch.zeros_like(size)
-            for other in others:
-                difference += _energy(first[at] - other[at]) / len(others)
-                size += _energy(other[at])
-            finite = torch.isfinite(size) & torch.isfinite(difference)
-            difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
-            difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
-            step = _root(difference).mul_(self.range_in_steps(len(sketches)))
-            step = torch.maximum(step, _root(size.div_(len(sketches))).mul_(_FINEST)).clamp_(min=_SMALLEST)
-            out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
+        size = _energy(first)
+        difference = torch.zeros_like(size)
+        for other in others:
+            difference += _energy(first - other) / len(others)
+            size += _energy(other)
+        finite = torch.isfinite(size) & torch.isfinite(difference)
+        difference, size = (torch.where(finite, energy, 0.0) for energy in (difference, size))
+        difference, size = (_smooth(energy) / BLOCK for energy in (difference, size))
+        step = _root(difference).mul_(self.range_in_steps(len(sketches)))
+        step = torch.maximum(step, _root(size.div_(len(sketches))).mul_(_FINEST)).clamp_(min=_SMALLEST)
+        out.copy_(step.mul_(1 + 2**-8).bfloat16().float().mul_(finite))
 
-    def encode(self, vector: Tensor, steps: Tensor, digit: int, out: Coded) -> None:
-        """Fill `out`, on any device, with digit number `digit` of n, the lowest first, and the checksums."""
+    def encode(self, blocks: Blocks, digit: int, out: Coded) -> None:
+        """Fill `out` with digit number `digit` of n, the lowest first, and the checksums."""
+        _, n = whole_steps(blocks)
         codes, checksums = out
-        for piece, at in pieces(vector, self._at_once):
-            integers = self.whole_steps(piece, steps[at])
-            checksums[at].copy_(self._checksum(integers, len(piece)), non_blocking=True)
-            if digit:
-                integers.bitwise_right_shift_(self.bits * digit)
-            codes[at].view(torch.int8).copy_(_packed(integers.to(torch.int8), self.bits), non_blocking=True)
+        checksums.copy_(self._checksums(blocks, n), non_blocking=True)
+        digits = n.bitwise_right_shift_(self.bits * digit).to(torch.int8)
+        codes.view(torch.int8).copy_(_packed(digits, self.bits), non_blocking=True)
 
-    def average(self, vector: Tensor, steps: Tensor, theirs: Received, out: Tensor) -> Found:
-        """Fill `out`, which may be the vector, with a pair's mean; where a block is not right with its own."""
-        found = self._nothing_found(steps)
-        for piece, at in pieces(vector, self._at_once):
-            m, right, unequal = self.differences(
-                self.whole_steps(piece, steps[at]), len(piece), _received(theirs, at)
-            )
-            moved, square = self._moved(piece, m, steps[at] * right / 2)
-            out[at.start * BLOCK :][: len(piece)] = moved
-            torch.logical_and(right, steps[at] > 0, out=found.right[at])
-            found.unequal.logical_or_(unequal)
-            found.variance.add_(square, alpha=2)
-        return found
+    def average(self, blocks: Blocks, theirs: Received, out: Tensor) -> Found:
+        """Fill the blocks of `out`, which may be the vector, with a pair's mean.
 
-    def differences(self, own: Tensor, elements: int, theirs: Received) -> tuple[Tensor, Tensor, Tensor]:
-        """Return m = n_theirs - n_mine of at most one piece, for which blocks it is right, and `Found.unequal`.
-
-        Args:
-            own: n of this member (`whole_steps`).
-            elements: of the piece.
-
-        Returns int8 or int16 of shape [blocks, BLOCK], bool of shape [blocks], and a bool.
+        A block that is not right gets its own numbers.
         """
-        digits, checksums = theirs
-        bits = self.bits * len(digits)
-        small = torch.int8 if bits <= 8 else torch.int16
-        *lower, highest = (self._unpacked(code) for code in digits)
-        modulo = highest.view(torch.int8).to(small)  # n_theirs modulo 2^bits
-        for digit in reversed(lower):
-            modulo.bitwise_left_shift_(self.bits).bitwise_or_(digit.bitwise_and_(2**self.bits - 1))
-        m = modulo - own.to(small)
-        if unused := torch.iinfo(small).bits - bits:
-            m.bitwise_left_shift_(unused).bitwise_right_shift_(unused)
-        their_n = self._weighted[: len(m)].copy_(m).add_(own)
-        off = checksums - self._checksum(their_n, elements)
+        rows, n = whole_steps(blocks)
+        m, right, unequal = self.differences(blocks, n, theirs)
+        moves = m.float().mul_((blocks.steps * right / 2).unsqueeze(1))
+        write(rows.add_(moves), blocks.numbers, out)
+        right &= blocks.steps > 0
+        squares = m.float().square_().sum(dim=1).mul_(blocks.steps.square()).mul_(right)
+        return Found(right, unequal, squares.sum(dtype=torch.float64) / 2)
+
+    def differences(self, blocks: Blocks, n: Tensor, theirs: Received) -> tuple[Tensor, Tensor, Tensor]:
+        """Return m = n_theirs - n, for which blocks it is right, and `Found.unequal`.
+
+        m is int32 of shape [blocks, BLOCK]; the others are bools, of shape [blocks] and a single one.
+        """
+        codes, checksums = theirs
+        bits = self.bits * len(codes)
+        m = torch.zeros_like(n)
+        for digit, code in enumerate(codes):
+            m |= self._unpacked(code).int() << self.bits * digit
+        half, mask = 2 ** (bits - 1), 2**bits - 1
+        m.sub_(n).add_(half).bitwise_and_(mask).sub_(half)
+        off = checksums - self._checksums(blocks, n + m)
         # Differences that do not fit are off by multiples of 2^bits. That of -2^(bits-1) is the same at both ends.
-        return m, (off == 0) & (m.amin(dim=1) > -(2 ** (bits - 1))), (off & (2**bits - 1)).any()
+        return m, (off == 0) & (m.amin(dim=1) > -half), (off & mask).any()
 
-    def sum_of(self, vector: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
-        """Fill `out`, of `wide_type` and shape [blocks, BLOCK], on any device, with the group's sums of n."""
-        found = self._nothing_found(steps)
-        for piece, at in pieces(vector, self._at_once):
-            received = [_received(theirs, at) for theirs in others]
-            right, unequal, variance = self._sum_of_piece(piece, steps[at], received, out[at])
-            found.right[at] = right
-            found.unequal.logical_or_(unequal)
-            found.variance.add_(variance)
-        return found
-
-    def _nothing_found(self, steps: Tensor) -> Found:
-        right = torch.empty(len(steps), dtype=torch.bool, device=self.device)
-        unequal = torch.zeros((), dtype=torch.bool, device=self.device)
-        return Found(right, unequal, torch.zeros((), dtype=torch.float64, device=self.device))
-
-    def _sum_of_piece(self, piece: Tensor, steps: Tensor, others: Sequence[Received], out: Tensor) -> Found:
-        members, own = 1 + len(others), self.whole_steps(piece, steps)
-        right, unequal = steps > 0, torch.zeros((), dtype=torch.bool, device=self.device)
-        total = self._sums[: len(steps)].zero_()
-        least, most = torch.zeros(2, len(steps), BLOCK, dtype=torch.int16, device=self.device)
+    def sum_of(self, blocks: Blocks, others: Sequence[Received], out: Tensor) -> Found:
+        """Fill `out`, of `wide_type` and shape [blocks, BLOCK], with the group's sums of n."""
+        _, n = whole_steps(blocks)
+        members, steps = 1 + len(others), blocks.steps
+        right, unequal = steps > 0, torch.zeros((), dtype=torch.bool, device=n.device)
+        total, least, most = torch.zeros_like(n), torch.zeros_like(n), torch.zeros_like(n)
         squares = torch.zeros_like(steps)
         for theirs in others:
-            m, fits, differ = self.differences(own, len(piece), theirs)
+            m, fits, differ = self.differences(blocks, n, theirs)
             right &= fits
             unequal |= differ
             total += m
             torch.minimum(least, m, out=least)
             torch.maximum(most, m, out=most)
-            squares += self._floats[: len(m)].copy_(m).square_().sum(dim=1)
+            squares += m.float().square_().sum(dim=1)
         largest = torch.iinfo(out.dtype).max
-        right &= torch.sub(total, least, alpha=members).amax(dim=1) <= largest
-        right &= torch.sub(total, most, alpha=members).amin(dim=1) >= -largest
-        squares -= self._floats[: len(total)].copy_(total).square_().sum(dim=1) / members
-        variance = squares.mul_(steps.square()).mul_(right).sum() / (members - 1)
+        right &= (total - members * least).amax(dim=1) <= largest
+        right &= (total - members * most).amin(dim=1) >= -largest
+        squares -= total.float().square_().sum(dim=1) / members
+        variance = squares.mul_(steps.square()).mul_(right).sum(dtype=torch.float64) / (members - 1)
         if keeps_rounding(self.bits, members):  # s * n is used, so a clamped n is not right
-            right &= own.amax(dim=1) < _LARGEST
-            right &= own.amin(dim=1) > -_LARGEST
-        torch.add(total, own, alpha=members, out=total)
-        out.copy_(total, non_blocking=True)
+            right &= (n.amax(dim=1) < _LARGEST) & (n.amin(dim=1) > -_LARGEST)
+        out.copy_(total.add_(n, alpha=members), non_blocking=True)
         return Found(right, unequal, variance)
 
     def average_sums(
-        self, vector: Tensor, steps: Tensor, sums: Tensor, members: int, out: tuple[Tensor, Tensor | None]
+        self, blocks: Blocks, held: Tensor, sums: Tensor, members: int, out: tuple[Tensor, Tensor | None]
     ) -> None:
-        """Fill the first of `out`, which may be the vector, with the mean from the sums of n over the group.
+        """Fill the blocks of the first of `out`, which may be the vector, with the mean from the sums of n.
 
         With a second of `out` the mean is s * mean(n), the same bits for the whole group, and the second is filled
         with this member's roundings, c - s n.
+
+        Args:
+            held: bool of shape [blocks]: which blocks are filled.
         """
         mean, rounding = out
-        for piece, at in pieces(vector, self._at_once):
-            within = slice(at.start * BLOCK, at.start * BLOCK + len(piece))
-            own = self.whole_steps(piece, steps[at])
-            if rounding is None:
-                differences = _sum_of_differences(own, sums[at], members)
-                mean[within] = self._moved(piece, differences, _divided(steps[at], members))[0]
-                continue
-            floats = self._floats[: len(own)].copy_(own).mul_(steps[at].unsqueeze(1))
-            torch.sub(piece, floats.view(-1)[: len(piece)], out=rounding[within])
-            whole = own.double().mul_(members)
-            whole.add_(_sum_of_differences(own, sums[at], members))
-            whole.mul_(_divided(steps[at].double(), members).unsqueeze(1))
-            mean[within] = floats.copy_(whole).view(-1)[: len(piece)]
+        kept = held.nonzero().view(-1)
+        blocks = Blocks(blocks.vector, blocks.numbers[kept], blocks.steps[kept])
+        rows, n = whole_steps(blocks)
+        m = (sums[kept] - members * n).to(sums.dtype)
+        steps = blocks.steps.unsqueeze(1)
+        if rounding is None:
+            write(rows.add_(m * _divided(steps, members)), blocks.numbers, mean)
+        else:
+            write(rows.sub_(n * steps), blocks.numbers, rounding)
+            whole = n.double().mul_(members).add_(m).mul_(_divided(steps.double(), members))
+            write(whole.float(), blocks.numbers, mean)
 
-    def _moved(self, piece: Tensor, m: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return piece + scale * m, valid until the next call, and the sum of the squares of scale * m."""
-        moved = self._floats[: len(m)].copy_(m).mul_(scale.unsqueeze(1)).view(-1)
-        square = torch.dot(moved, moved)
-        return moved[: len(piece)].add_(piece), square
-
-    def whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
-        """Return n, int32 of shape [blocks, BLOCK]; a value that is not finite becomes any number."""
-        inverse = steps.reciprocal().nan_to_num_(posinf=0.0)
-        rows = self._rows(piece, inverse.unsqueeze(1)).round_().clamp_(-_LARGEST, _LARGEST)
-        return self._integers[: len(rows)].copy_(rows)
-
-    def _rows(self, piece: Tensor, factor: Tensor) -> Tensor:
-        """Return the piece times `factor`, in shape [blocks, BLOCK], with zeros after its end."""
-        rows = self._floats[: blocks_in(len(piece))]
-        if len(piece) == rows.numel():
-            return torch.mul(piece.view(rows.shape), factor, out=rows)
-        rows.view(-1)[: len(piece)] = piece
-        rows.view(-1)[len(piece) :] = 0.0
-        return rows.mul_(factor)
-
-    def _checksum(self, integers: Tensor, elements: int) -> Tensor:
-        weighted = torch.mul(integers, self.weights, out=self._weighted[: len(integers)])
-        checksums = weighted.sum(dim=1, dtype=torch.int32)
-        if rest := elements % BLOCK:  # else vectors of other lengths in as many blocks would look alike
-            checksums[-1:].add_(rest)
-        return checksums
+    def _checksums(self, blocks: Blocks, n: Tensor) -> Tensor:
+        checksums = (n * self.weights).sum(dim=1, dtype=torch.int32)
+        return checksums.add_(blocks.rest)
 
     def _unpacked(self, code: Tensor) -> Tensor:
-        """Return the digit of each element, uint8 of shape [blocks, BLOCK], perhaps with other bits above it."""
-        if self.bits == 8:
-            return code
+        """Return the digit of each element, uint8 of shape [blocks, BLOCK]."""
+        digits, done = torch.zeros(len(code), BLOCK, dtype=torch.uint8, device=code.device), 0
         widths = CODES[self.bits].planes
-        planes = code.split([BLOCK * width // 8 for width in widths], dim=1)
-        *lower, digits = (
-            (plane.unsqueeze(1) >> self._places[width]).view(-1, BLOCK)
-            for plane, width in zip(planes, widths, strict=True)
-        )
-        for plane, width in zip(reversed(lower), reversed(widths[:-1]), strict=True):
-            digits = digits.bitwise_left_shift_(width).bitwise_or_(plane.bitwise_and_(2**width - 1))
+        for plane, width in zip(
+            code.split([BLOCK * width // 8 for width in widths], dim=1), widths, strict=True
+        ):
+            parts = torch.stack([plane >> shift & 2**width - 1 for shift in range(0, 8, width)], dim=1)
+            digits |= parts.view(-1, BLOCK) << done
+            done += width
         return digits
 
 
 def _packed(digits: Tensor, bits: int) -> Tensor:
     """Return the lowest bits of int8 of shape [blocks, BLOCK] in the bytes of a block, plane after plane."""
-    if bits == 8:
-        return digits
     planes, done = list[Tensor](), 0
     for width in CODES[bits].planes:
-        plane, parts = (digits >> done if done else digits) & (2**width - 1), 8 // width
+        plane, parts = (digits >> done) & 2**width - 1, 8 // width
         while parts > 1:
             parts //= 2
             lower, upper = plane.chunk(2, dim=1)
-            plane = lower.bitwise_or_(upper.bitwise_left_shift_(width * parts))
+            plane = lower | upper << width * parts
         planes.append(plane)
         done += width
     return torch.cat(planes, dim=1)
 
 
-def pieces(vector: Tensor, blocks: int = _PIECE) -> Iterator[tuple[Tensor, slice]]:
-    """Yield the vector in pieces of `blocks` blocks, each with the numbers of its blocks."""
-    for at in slices(blocks_in(len(vector)), blocks):
-        yield vector[at.start * BLOCK : at.stop * BLOCK], at
+def in_blocks(vector: Tensor) -> Tensor:
+    """Return the vector in shape [blocks, BLOCK], with zeros after its end: a view if it needs none."""
+    rest = -len(vector) % BLOCK
+    return (torch.nn.functional.pad(vector, (0, rest)) if rest else vector).view(-1, BLOCK)
 
 
-def _received(theirs: Received, at: slice) -> Received:
-    """Return what a member has sent of some of the blocks."""
-    digits, checksums = theirs
-    return [digit[at] for digit in digits], checksums[at]
+def whole_steps(blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """Return a copy of the blocks, and n; both of shape [blocks, BLOCK].
+
+    n is int32; of a value that is not finite it is any number.
+    """
+    rows = in_blocks(blocks.vector)[blocks.numbers]
+    inverse = blocks.steps.reciprocal().nan_to_num_(posinf=0.0)
+    return rows, (rows * inverse.unsqueeze(1)).round_().clamp_(-_LARGEST, _LARGEST).int()
+
+
+def write(rows: Tensor, numbers: Tensor, out: Tensor) -> None:
+    """Write rows, of shape [blocks, BLOCK], to the places of the blocks of these numbers in a vector."""
+    whole = in_blocks(out)
+    whole[numbers] = rows
+    if len(out) % BLOCK:
+        out.copy_(whole.view(-1)[: len(out)])
 
 
 def _divided(steps: Tensor, members: int) -> Tensor:
     """Return steps / members. By a number of the host, a GPU would multiply by its reciprocal."""
     return steps / torch.full_like(steps, members)
-
-
-def _sum_of_differences(own: Tensor, total: Tensor, members: int) -> Tensor:
-    """Return the sum over the group of n less this member's n, `own`, which is overwritten."""
-    return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
-
-
-def slices(length: int, step: int) -> Iterator[slice]:
-    """Yield slices of `step` elements from 0 to `length`; the last one may be shorter."""
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def _root(x: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ from torch import Tensor
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.outer.exchange import AnyExchange
-from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport, MeanPiece
+from megatron_noloco.outer.finite_mean import MEASURED, ExchangeReport
 from megatron_noloco.outer.vectors import HOST, Buffers, OuterVectors, Ranges, Spans
+from megatron_noloco.outer.weights import Joined
 from megatron_noloco.plans.grouping import Group
 
 
@@ -172,35 +173,27 @@ class Round:
         """Form c and post the messages; `number` is that of the exchange."""
         self.index, self.fragment, self.due, self.complete = index, fragment, due, False
         combined = self.combined[: fragment.length]
-        self._vectors.combine(fragment, combined, self._snapshot)
-        self._exchange.begin(combined, group, number, f"round {index}{fragment.name}", fragment.exact)
+        self._vectors.combine(fragment, combined, self.correction if due else None)
+        what = f"round {index}{fragment.name}"
+        self._exchange.begin(combined, group, number, what, fragment.exact, self._rounding)
         self.report = self._exchange.report
 
     def finish(self) -> None:
         """Wait for the exchange of a round without delay, and move the slow and the fast weights."""
-        with self._vectors.weights.writing(waits=False) as write:
-            with self._vectors.side.used():
-                for mean in self._exchange.finish():
-                    for start, phi in self._step(mean):
-                        write(start, phi)
-            self._vectors.side.wait()
-        self.complete = True
+        self._finish()
+        self._vectors.refresh()
 
     def progress(self, until: float = math.inf) -> None:
         """Use the pieces of a delayed round that have arrived, without waiting; see `Exchange.progress`."""
         if not self.complete:
             with self._vectors.side.used():
                 for mean in self._exchange.progress(until):
-                    self._step(mean)
+                    self._vectors.outer_step(self.fragment, mean, self.correction)
 
     def wait(self) -> None:
         """Wait for the exchange of a delayed round, if it is under way."""
         if not self.complete:
-            with self._vectors.side.used():
-                for mean in self._exchange.finish():
-                    self._step(mean)
-            self._vectors.side.wait()
-            self.complete = True
+            self._finish()
 
     def merge(self) -> None:
         """Move the fast weights by the correction of a delayed round that is complete."""
@@ -239,8 +232,24 @@ class Round:
         self.report = ExchangeReport(group, **kept)
 
     @property
-    def _snapshot(self) -> Tensor | None:
-        return self.correction if self.due else None
+    def _rounding(self) -> Tensor | None:
+        """What codes leave out of c, to be kept: at its place, or of several ranges beside c."""
+        kept, ranges = self._vectors.rounding, self.fragment.ranges
+        if kept is None or len(ranges) == 1:
+            return None if kept is None else kept[slice(*ranges[0])]
+        whole = self._buffers.get("rounding", torch.float32, self._longest, device=kept.device)
+        return whole[: self.fragment.length]
 
-    def _step(self, mean: MeanPiece) -> list[tuple[int, Tensor]]:
-        return self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)
+    def _finish(self) -> None:
+        after = self.correction if self.due else Joined(self._vectors.weights.parts())
+        with self._vectors.side.used():
+            for mean in self._exchange.finish():
+                self._vectors.outer_step(self.fragment, mean, after)
+        self._vectors.side.wait()
+        if (
+            self._vectors.rounding is not None
+            and self._rounding is not None
+            and len(self.fragment.ranges) > 1
+        ):
+            self.fragment.scatter(self._rounding, self._vectors.rounding)
+        self.complete = True

@@ -22,9 +22,7 @@ HOST = torch.device("cpu")
 BUCKET = 1 << 21  # elements of a vector that are exchanged as one: 8 MiB
 NOTHING = torch.empty(0, dtype=torch.float32, device=HOST)
 _PORTABLE = 1  # cudaHostRegisterPortable
-_AT_ONCE = 1 << 18  # elements formed at a time: they stay in cache
-_ON_DEVICE = 1 << 23  # by a GPU: few, long kernels, and 32 MiB
-_AHEAD = 3  # such pieces under way from a GPU
+_AT_ONCE = 1 << 22  # elements formed at a time: few, long kernels of a GPU, and 16 MiB
 
 
 def buffer(
@@ -188,76 +186,58 @@ class OuterVectors:
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
         """
         beta, gamma = self.settings.outer_lr, self.settings.gamma
-        into, as_they_are = (combined, True) if snapshot is None else (snapshot, False)
-        for ours, place, theta in self._read(spans, into, as_they_are):
-            phi, c = self.slow_weights[place], combined[ours]
-            piece = c if c.device == phi.device else torch.empty_like(phi)
-            kept = None if self.rounding is None else self.rounding[place]
-            host_kernels.combine(theta, phi, kept, beta, gamma, out=piece)
-            if piece is not c:
-                c.copy_(piece, non_blocking=True)
+        parts, pieces = Joined(self.weights.parts()), [*self._pieces(spans, 0, spans.length)]
+        copied = deque[torch.cuda.Event]()
+        crosses, here = self.weights.device != self.home, combined if snapshot is None else snapshot
+        if crosses:  # all pieces are under way to the host while the first are combined
+            for ours, place in pieces:
+                for theta, within in parts.overlaps(place.start, place.stop - place.start):
+                    here[ours][within].copy_(theta, non_blocking=True)
+                copied.append(torch.cuda.current_stream().record_event())
+            parts = Joined([here])
+        for ours, place in pieces:
+            if crosses:
+                copied.popleft().synchronize()
+            for theta, within in parts.overlaps((ours if crosses else place).start, ours.stop - ours.start):
+                phi, c = self.slow_weights[place][within], combined[ours][within]
+                kept = None if self.rounding is None else self.rounding[place][within]
+                fast = theta.to(phi.dtype)
+                if here is snapshot and not crosses:
+                    snapshot[ours][within].copy_(fast)
+                piece = c if c.device == phi.device else torch.empty_like(phi)
+                host_kernels.combine(fast, phi, kept, beta, gamma, out=piece)
+                if piece is not c:
+                    c.copy_(piece, non_blocking=True)
         wait_for(self.home)
 
-    def _read(self, spans: Spans, into: Tensor, as_they_are: bool) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield the fast weights of these ranges in pieces, each with its places; see `_pieces`.
-
-        From a GPU to the host some pieces are under way while the caller computes with one.
-
-        Args:
-            into: where they are put; where it does not lie with phi, pieces have memory of their own.
-            as_they_are: whether a piece that is fp32 beside phi, in one tensor, may be left there.
-        """
-        parts, crosses = Joined(self.weights.parts()), self.weights.device != self.home
-        under_way = deque[tuple[slice, slice, Tensor, torch.cuda.Event | None]]()
-        for ours, place in self._pieces(spans, 0, spans.length):
-            phi = self.slow_weights[place]
-            if as_they_are and not crosses:
-                first, *others = (part for part, _ in parts.overlaps(place.start, len(phi)))
-                if not others and first.dtype == phi.dtype:
-                    yield ours, place, first
-                    continue
-            theta = into[ours] if into.device == phi.device else torch.empty_like(phi)
-            self.weights.read_into(theta, place.start, parts, waits=False)
-            under_way.append(
-                (ours, place, theta, torch.cuda.current_stream().record_event() if crosses else None)
-            )
-            if len(under_way) > _AHEAD * crosses:
-                yield _there(*under_way.popleft())
-        while under_way:
-            yield _there(*under_way.popleft())
-
     @torch.no_grad()
-    def outer_step(
-        self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None
-    ) -> list[tuple[int, Tensor]]:
-        """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
+    def outer_step(self, spans: Spans, mean: MeanPiece, after: "Tensor | Joined") -> None:
+        """Take the outer step of a piece.
 
         To be called inside `side.used()`; then it does not wait for local steps that are queued on an accelerator.
         There it is queued on return, and done where the mean has come from host memory: that may be overwritten.
 
         Args:
-            rounding: `Exchange.rounding`, shape [spans.length], where phi lies, which is kept.
-
-        Returns phi in pieces, each with the place of its first element in the vector of weights.
+            after: a snapshot theta_s, shape [spans.length], where phi lies, which becomes the correction,
+                phi - theta_s; or the fast weights, which become phi.
         """
-        moved = []
+        method = self.settings.outer_momentum, self.settings.gamma, self.settings.outer_nesterov
         for ours, place in self._pieces(spans, mean.start, mean.stop):
             phi = self.slow_weights[place]
             delta = None if self.momentum is None else self.momentum[place]
-            c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-            c = c.to(phi.device, non_blocking=True)
-            if self.rounding is not None:
-                kept = self.rounding[place]
-                kept.zero_() if rounding is None else kept.copy_(rounding[ours])
-            method = self.settings
-            numbers = method.outer_momentum, method.gamma, method.outer_nesterov
-            host_kernels.outer_step(phi, delta, c, *numbers)
-            if snapshot is not None:
-                torch.sub(phi, snapshot[ours], out=snapshot[ours])
-            moved.append((place.start, phi))
+            c = mean.mean[ours.start - mean.start : ours.stop - mean.start].to(self.home, non_blocking=True)
+            if isinstance(after, Tensor):
+                host_kernels.outer_step(phi, delta, c, method, snapshot=after[ours])
+                continue
+            for theta, at in after.overlaps(place.start, len(phi)):
+                direct = theta if (theta.dtype, theta.device) == (phi.dtype, phi.device) else None
+                host_kernels.outer_step(
+                    phi[at], None if delta is None else delta[at], c[at], method, theta=direct
+                )
+                if direct is None:
+                    theta.copy_(phi[at], non_blocking=True)
         if mean.mean.device != self.home:
             self.side.wait()
-        return moved
 
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor) -> None:
@@ -267,20 +247,15 @@ class OuterVectors:
             for theta, within in parts.overlaps(place.start, place.stop - place.start):
                 shift = correction[ours][within].to(theta.device, non_blocking=True)
                 step.merge(theta, shift, out=theta)
-        if correction.device != self.weights.device:
-            wait_for(self.weights.device)  # before the correction is that of another round
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Wait until the fast weights are written, before what they come from changes; then refresh them."""
+        if self.home != self.weights.device:
+            wait_for(self.weights.device)
         self.weights.refresh()
 
     def _pieces(self, spans: Spans, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Yield elements in pieces: their places in the vector of the ranges and in that of all weights."""
-        at_once = _AT_ONCE if self.home == HOST else _ON_DEVICE
-        for first in range(start, stop, at_once):
-            yield from spans.within(first, min(first + at_once, stop))
-
-
-def _there(
-    ours: slice, place: slice, theta: Tensor, copied: torch.cuda.Event | None
-) -> tuple[slice, slice, Tensor]:
-    if copied is not None:
-        copied.synchronize()
-    return ours, place, theta
+        for first in range(start, stop, _AT_ONCE):
+            yield from spans.within(first, min(first + _AT_ONCE, stop))

@@ -55,17 +55,10 @@ class Weights(ABC):
         return self.parts()[0].device
 
     @torch.no_grad()
-    def read_into(
-        self, flat: Tensor, start: int = 0, parts: "Joined | None" = None, waits: bool = True
-    ) -> None:
-        """Fill `flat` (fp32, shape [n], any device) with elements start..start + n.
-
-        Args:
-            parts: those of `parts()`, for many short reads.
-            waits: whether `flat` is filled on return; otherwise it is once the current stream has come here.
-        """
-        for part, place in (parts or Joined(self.parts())).overlaps(start, len(flat)):
-            flat[place].copy_(part, non_blocking=not waits)
+    def read_into(self, flat: Tensor, start: int = 0) -> None:
+        """Fill `flat` (fp32, shape [n], any device) with elements start..start + n."""
+        for part, place in Joined(self.parts()).overlaps(start, len(flat)):
+            flat[place].copy_(part)
 
     def read(self) -> Tensor:
         """Return a copy of the whole vector in host memory."""
@@ -74,24 +67,19 @@ class Weights(ABC):
         return flat
 
     @contextmanager
-    def writing(self, waits: bool = True) -> Iterator[Write]:
+    def writing(self) -> Iterator[Write]:
         """Give a function that overwrites elements; what depends on them is refreshed on leaving.
 
         After an exception nothing is refreshed: a refresh may be a collective, which other ranks would not join.
-
-        Args:
-            waits: whether pieces may change when the function returns; otherwise on leaving, after one wait.
         """
         parts = Joined(self.parts())
 
         @torch.no_grad()
         def write(start: int, piece: Tensor) -> None:
             for part, place in parts.overlaps(start, len(piece)):
-                part.copy_(piece[place], non_blocking=not waits)
+                part.copy_(piece[place])
 
         yield write
-        if not waits:
-            wait_for(self.device)
         self.refresh()
 
     def add(self, vector: Tensor) -> None:

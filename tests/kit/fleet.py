@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer import Exchange, OuterOptimizer, RoundReport, TorchWeights
+from megatron_noloco.outer.payload import Blocks
 from megatron_noloco.outer.vectors import BUCKET, Ranges
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
@@ -22,6 +23,11 @@ SECONDS = 60.0  # a deadline that no test reaches
 
 def noise(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_blocks(vector: Tensor, steps: Tensor) -> Blocks:
+    """Return the blocks of a vector, which has these steps."""
+    return Blocks(vector, torch.arange(len(steps)), steps)
 
 
 def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
@@ -120,15 +126,14 @@ class Fleet:
     @property
     def memory(self) -> list[Tensor]:
         """What the outer optimizers keep, without messages."""
-        kept = [buffers for one in self._rounds for buffers in (one._buffers, one._exchange._own)]
-        vectors = [tensor for buffers in kept for tensor in buffers._held.values()]
+        vectors = [tensor for one in self._rounds for tensor in one._buffers._held.values()]
         of_outer = [(outer.slow_weights, outer.momentum, outer.rounding) for outer in self.outer]
         return vectors + [one for kept in of_outer for one in kept if one is not None]
 
     @property
     def messages(self) -> list[Tensor]:
         """The memory of messages, but not what depends on how many codes did not fit."""
-        varies = () if self.settings.payload == "fp32" else ("open", "sums 2", "left over", "theirs", "parts")
+        varies = () if self.settings.payload == "fp32" else ("sums 2", "left over", "theirs", "parts")
         kept = [buffers._held for one in self._rounds for buffers in one._exchange._buffers]
         return [tensor for held in kept for name, tensor in held.items() if name not in varies]
 
@@ -179,7 +184,8 @@ def average(
 
     def member(replica: int) -> tuple[Tensor, Exchange]:
         exchange = made(transports[replica], len(vectors), bits, bucket=bucket)
-        exchange.begin(vectors[replica].clone(), group, number, "a test", exact)
+        rounding = torch.empty(vectors.shape[1])
+        exchange.begin(vectors[replica].clone(), group, number, "a test", exact, rounding)
         return finish(exchange, vectors.shape[1]), exchange
 
     with ThreadPoolExecutor(len(group)) as threads:

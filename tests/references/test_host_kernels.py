@@ -31,6 +31,7 @@ from megatron_noloco.outer.payload import (
 from megatron_noloco.plans.payloads import BITS, keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import PAPER, NolocoSettings
+from tests.kit.fleet import all_blocks
 from tests.kit.loopback import loopback_world
 from tests.kit.ranks import run_python, run_ranks
 
@@ -117,7 +118,7 @@ def sent(vector: Tensor, steps: Tensor, bits: int, digits: int) -> Received:
     for digit in range(digits):
         both = torch.empty(2, len(steps), BLOCK * bits // 8, dtype=torch.uint8)
         for codec, *out in zip(both_codecs(bits), both, checksums, strict=True):
-            codec.encode(vector, steps, digit, (out[0], out[1]))
+            codec.encode(all_blocks(vector, steps), digit, (out[0], out[1]))
         same(*both)
         same(*checksums)
         codes.append(both[0])
@@ -133,12 +134,10 @@ def test_codes_of_pairs(bits: int, kind: str, elements: int, digits: int) -> Non
     mine, theirs = drawn(kind, 2, elements)
     steps = steps_of([mine, theirs], bits)
     received = sent(theirs, steps, bits, digits)
-    means = torch.empty(2, elements)
-    same_found(
-        in_c.average(mine, steps, received, means[1]), by_torch.average(mine, steps, received, means[0])
-    )
+    blocks, means = all_blocks(mine, steps), torch.empty(2, elements)
+    same_found(in_c.average(blocks, received, means[1]), by_torch.average(blocks, received, means[0]))
     same(*means)
-    in_c.average(mine, steps, received, mine)  # in place
+    in_c.average(blocks, received, mine)  # in place
     same(means[0], mine)
 
 
@@ -151,15 +150,17 @@ def test_codes_of_groups(bits: int, kind: str, elements: int, members: int) -> N
     steps = steps_of([mine, *others], bits)
     for digits in (1, 2):
         received = [sent(theirs, steps, bits, digits) for theirs in others]
-        sums = torch.empty(2, len(steps), BLOCK, dtype=wide_type(bits * digits, members))
-        same_found(
-            *(codec.sum_of(mine, steps, received, out) for codec, out in zip(codecs, sums, strict=True))
+        sums, blocks = (
+            torch.empty(2, len(steps), BLOCK, dtype=wide_type(bits * digits, members)),
+            all_blocks(mine, steps),
         )
+        found = [codec.sum_of(blocks, received, out) for codec, out in zip(codecs, sums, strict=True)]
+        same_found(*found)
         same(*sums)
-        means, roundings = torch.empty(2, elements), torch.zeros(2, elements)
+        means, roundings = torch.zeros(2, elements), torch.zeros(2, elements)
         for codec, mean, rounding in zip(codecs, means, roundings, strict=True):
             kept = rounding if keeps_rounding(bits, members) else None
-            codec.average_sums(mine, steps, sums[0], members, (mean, kept))
+            codec.average_sums(blocks, found[0].right, sums[0], members, (mean, kept))
         same(*means)
         same(*roundings)
 
@@ -169,7 +170,7 @@ def test_differences_of_two_digits_may_be_large() -> None:
     mine, steps = torch.zeros(BLOCK), torch.ones(1)
     received = sent(mine + 20_000, steps, 8, 2)
     for codec in both_codecs(8):
-        found = codec.average(mine, steps, received, torch.empty(BLOCK))
+        found = codec.average(all_blocks(mine, steps), received, torch.empty(BLOCK))
         assert found.right.item()
         assert found.variance.item() == BLOCK * 20_000**2 / 2
 
@@ -183,7 +184,8 @@ def test_sums_that_do_not_fit_are_found() -> None:
     others = [sent(member.flatten(), steps, 4, 1) for member in numbers[1:]]
     for codec in both_codecs(4):
         sums = torch.empty(3, BLOCK, dtype=wide_type(4, 16))
-        assert codec.sum_of(numbers[0].flatten(), steps, others, sums).right.tolist() == [True, False, False]
+        found = codec.sum_of(all_blocks(numbers[0].flatten(), steps), others, sums)
+        assert found.right.tolist() == [True, False, False]
 
 
 @coded
@@ -192,11 +194,9 @@ def test_vectors_of_other_lengths_are_seen(bits: int) -> None:
         steps, found = torch.ones(3), list[bool]()
         for length in (3 * BLOCK, 3 * BLOCK - 1):
             codes = torch.empty(3, BLOCK * bits // 8, dtype=torch.uint8), torch.empty(3, dtype=torch.int32)
-            codec.encode(torch.zeros(length), steps, 0, codes)
-            out = torch.empty(3 * BLOCK)
-            found.append(
-                bool(codec.average(torch.zeros(3 * BLOCK), steps, ([codes[0]], codes[1]), out).unequal)
-            )
+            codec.encode(all_blocks(torch.zeros(length), steps), 0, codes)
+            own, out = all_blocks(torch.zeros(3 * BLOCK), steps), torch.empty(3 * BLOCK)
+            found.append(bool(codec.average(own, ([codes[0]], codes[1]), out).unequal))
         assert found == [False, True]
 
 
@@ -230,12 +230,15 @@ def test_combining(
 def test_steps(
     kind: str, elements: int, alpha: float | None, nesterov: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phi, delta, mean = (one.repeat(2, 1) for one in drawn(kind, 3, elements))
+    phi, delta, mean, snapshot = (one.repeat(2, 1) for one in drawn(kind, 4, elements))
+    theta = torch.zeros(2, elements)
     for which in by_torch_and_c(monkeypatch):
-        momentum = None if alpha is None else delta[which]
-        host_kernels.outer_step(phi[which], momentum, mean[which], alpha or 0.0, 0.9, nesterov)
-    same(*phi)
-    same(*delta)
+        momentum, method = None if alpha is None else delta[which], (alpha or 0.0, 0.9, nesterov)
+        host_kernels.outer_step(phi[which], momentum, mean[which], method, snapshot[which], theta[which])
+        assert torch.equal(theta[which].view(torch.int32), phi[which].view(torch.int32))
+        host_kernels.outer_step(phi[which], momentum, mean[which], method)
+    for both in (phi, delta, snapshot):
+        same(*both)
 
 
 @kinds

@@ -19,7 +19,6 @@ from tests.simulated_gpu import Gpu, Order, Wait
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 2_501, 2, 3
 AT_ONCE = 700  # elements that are formed at a time: a vector has several pieces, some of two tensors
 BUCKET, WINDOW = 1024, 2  # so the memory of messages is used again in a round
-CODED_AT_ONCE = 2  # blocks that a GPU codes at a time
 
 Method = Mapping[str, Any]
 Found = dict[str, Tensor]

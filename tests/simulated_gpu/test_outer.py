@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_noloco.outer import Exchange, TorchWeights, exchange, vectors
-from megatron_noloco.outer import payload as codes
 from megatron_noloco.outer.finite_mean import MeanPiece
 from megatron_noloco.outer.payload import BLOCK, message_bytes
 from megatron_noloco.settings import PAPER, NolocoSettings
@@ -17,7 +16,6 @@ from tests.simulated_gpu import Gpu, Order, installed
 from tests.simulated_gpu.rounds import (
     AT_ONCE,
     BUCKET,
-    CODED_AT_ONCE,
     WINDOW,
     after_rounds,
     cost_of_a_round,
@@ -42,8 +40,6 @@ delay = pytest.mark.parametrize("overlap_steps", [0, 2])
 @pytest.fixture(autouse=True)
 def several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vectors, "_AT_ONCE", AT_ONCE)
-    monkeypatch.setattr(vectors, "_ON_DEVICE", AT_ONCE)
-    monkeypatch.setattr(codes, "_AT_ONCE", CODED_AT_ONCE)
     monkeypatch.setattr(Exchange, "bucket", BUCKET)
     monkeypatch.setattr(exchange, "WINDOW", WINDOW)
 
@@ -105,7 +101,7 @@ def test_an_outer_step_waits_for_no_local_step() -> None:
         torch.cuda.synchronize()
         weights.add_(1.0)  # a local step
         with of_rank.side.used():
-            of_rank.outer_step(vectors.Spans([(0, 3)]), MeanPiece(0, 3, mean), None, None)
+            of_rank.outer_step(vectors.Spans([(0, 3)]), MeanPiece(0, 3, mean), torch.zeros(3, device="cuda"))
         of_rank.side.wait()
         assert not torch.cuda.current_stream().query()
         with torch.cuda.stream(torch.cuda.Stream()):  # for no other stream is waited

@@ -87,7 +87,7 @@ def test_each_element_arrives_once(bits: int | None, group: Group, bucket: int) 
 
     def begin(number: int) -> None:
         for exchange, vector in zip(exchanges, vectors, strict=True):
-            exchange.begin(vector.clone(), group, number, "a test")
+            exchange.begin(vector.clone(), group, number, "a test", rounding=torch.empty(5000))
 
     def check() -> None:
         assert torch.equal(times, torch.ones_like(times))
@@ -241,7 +241,7 @@ def test_buckets_never_take_each_others_messages(
     for exchange, vector in zip(exchanges, vectors, strict=True):
         post = exchange.transport.post
         exchange.transport.post = lambda *posted, post=post: Held(post(*posted), draw)
-        exchange.begin(vector.clone(), group, 3, "a test")
+        exchange.begin(vector.clone(), group, 3, "a test", rounding=torch.empty(elements))
     while not all(exchange.done for exchange in exchanges):
         for start, stop, mean in exchanges[member := draw.randrange(members)].progress():
             means[member, start:stop] = mean

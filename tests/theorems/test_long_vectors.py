@@ -26,7 +26,8 @@ from megatron_noloco.federation.movement import alone
 from megatron_noloco.outer import TorchWeights
 from megatron_noloco.outer.bucket_exchange import Members
 from megatron_noloco.outer.channels import CHANNELS, WINDOW, tag_of
-from megatron_noloco.outer.payload import BLOCK, message_bytes, pieces
+from megatron_noloco.outer.host_codec import HostCodec, codec_for
+from megatron_noloco.outer.payload import BLOCK, Blocks, in_blocks, message_bytes
 from megatron_noloco.outer.round import cut as fragments_of
 from megatron_noloco.transport.interface import EXCHANGE_TAGS
 
@@ -44,11 +45,24 @@ def sparse(tmp_path: Path) -> Tensor:
 
 
 def test_blocks_of_a_code_are_numbered_to_the_end() -> None:
-    found = list(pieces(shape_only(LONG), blocks=2**15))
-    assert [piece.storage_offset() for piece, _ in found] == [at.start * BLOCK for _, at in found]
-    (last, at) = found[-1]
-    assert (at.stop, last.storage_offset() + len(last)) == (-(-LONG // BLOCK), LONG)
-    assert message_bytes(LONG, 8) == 532 * at.stop
+    rows = in_blocks(shape_only(LONG))
+    assert rows.shape == (-(-LONG // BLOCK), BLOCK)
+    assert message_bytes(LONG, 8) == 532 * len(rows)
+
+
+def test_the_last_block_is_coded_and_its_mean_written(sparse: Tensor) -> None:
+    codec, numbers, last = codec_for(8), torch.arange(1.0, 9.0), LONG // BLOCK
+    if not isinstance(codec, HostCodec):
+        pytest.skip("no C compiler")
+    sparse[-8:] = numbers
+    codes, checksums = torch.empty(1, BLOCK, dtype=torch.uint8), torch.empty(1, dtype=torch.int32)
+    blocks = Blocks(sparse, torch.tensor([last]), torch.ones(1))
+    codec.encode(blocks, 0, (codes, checksums))
+    rest = LONG % BLOCK
+    assert codes[0, rest - 8 : rest].tolist() == numbers.tolist()
+    sparse[-8:] = 3 * numbers
+    assert codec.average(blocks, ([codes], checksums), sparse).right.item()
+    assert torch.equal(sparse[-8:], 2 * numbers)
 
 
 def test_members_of_a_group_divide_all_elements() -> None:

@@ -20,13 +20,14 @@ from megatron_noloco.outer.payload import (
     blocks_in,
     message_bytes,
     signs_of,
+    whole_steps,
     wide_type,
 )
 from megatron_noloco.outer.vectors import BUCKET
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.payloads import BITS, CODES
 from megatron_noloco.plans.stability import pull_error
-from tests.kit.fleet import average, fleet_of, noise
+from tests.kit.fleet import all_blocks, average, fleet_of, noise
 
 ERRORS = {8: 0.05, 4: 0.6, 3: 0.9}  # of the pull towards the group's mean; generous
 KEPT_ERROR = 0.8  # likewise, of groups that keep it
@@ -35,7 +36,7 @@ KEPT_ERROR = 0.8  # likewise, of groups that keep it
 def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[ExchangeReport]]:
     """Return what the members take for the mean, with what they keep of it, and the reports."""
     found, exchanges = average(vectors, group, bits)
-    kept = [torch.zeros(len(found[0])) if one.rounding is None else one.rounding for one in exchanges]
+    kept = [torch.zeros(len(found[0])) if one._rounding is None else one._rounding for one in exchanges]
     return found + torch.stack(kept), [exchange.report for exchange in exchanges]
 
 
@@ -86,7 +87,7 @@ def test_kept_errors_leave_equal_bits(members: int, bucket: int) -> None:
     vectors = alike(members, 9000)
     vectors[0, 600], exact = 7.0, (2000, 2100)  # a difference that does not fit
     found, exchanges = average(vectors, tuple(range(members)), 4, bucket=bucket, exact=[exact])
-    rounding = torch.stack([exchange.rounding for exchange in exchanges])
+    rounding = torch.stack([exchange._rounding for exchange in exchanges])
     assert torch.equal(found, found[:1].expand(members, -1))
     in_fp32 = [blocks for blocks in range(18) if not rounding[:, blocks * BLOCK : (blocks + 1) * BLOCK].any()]
     assert in_fp32 == [at // BLOCK for at in exact]
@@ -157,7 +158,7 @@ def coded(codec: Codec, vector: Tensor, steps: Tensor, digits: int = 1) -> Recei
     codes = torch.empty(digits, len(steps), codec.block_bytes, dtype=torch.uint8)
     checksums = torch.empty(len(steps), dtype=torch.int32)
     for digit, out in enumerate(codes):
-        codec.encode(vector, steps, digit, (out, checksums))
+        codec.encode(all_blocks(vector, steps), digit, (out, checksums))
     return list(codes), checksums
 
 
@@ -168,7 +169,8 @@ def both_ends(
     ends = []
     for own, other in ((mine, theirs), (theirs, mine)):
         received = coded(codec, other, steps, digits)
-        m, right, _ = codec.differences(codec.whole_steps(own, steps), len(own), received)
+        blocks = all_blocks(own, steps)
+        m, right, _ = codec.differences(blocks, whole_steps(blocks)[1], received)
         ends.append((m, right))
     return ends
 
@@ -352,11 +354,11 @@ def test_sums_that_do_not_fit_are_found() -> None:
     codec, steps = Codec(4), torch.ones(2)
     others = [coded(codec, member.flatten(), steps) for member in numbers[1:]]
     sums = torch.empty(2, BLOCK, dtype=wide_type(4, 16))
-    right, *_ = codec.sum_of(numbers[0].flatten(), steps, others, sums)
+    right, *_ = codec.sum_of(all_blocks(numbers[0].flatten(), steps), others, sums)
     assert right.tolist() == [True, False]
     for member in numbers[:, 0]:
         mean = torch.empty(BLOCK)
-        codec.average_sums(member, steps[:1], sums[:1], 16, (mean, None))
+        codec.average_sums(all_blocks(member, steps[:1]), right[:1], sums[:1], 16, (mean, None))
         assert torch.equal(mean, numbers[:, 0].mean(0))
 
 

@@ -82,7 +82,8 @@ def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
     def begin(side: int) -> Iterator[PairCode]:
         for start, buffers in zip(spans, memory[side], strict=True):
             bucket = (mine, theirs)[side][start : start + BUCKET]
-            code = Code(codec, signs, torch.ones(blocks_in(len(bucket)), dtype=torch.bool))
+            mean = buffers.get("mean", torch.float32, len(bucket), device=bucket.device)
+            code = Code(codec, signs, torch.ones(blocks_in(len(bucket)), dtype=torch.bool), mean=mean)
             yield PairCode(bucket, code, buffers, reports[side])
 
     def sketch_and_encode(side: int) -> list[tuple[PairCode, Coded]]:
