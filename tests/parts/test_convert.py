@@ -78,28 +78,20 @@ def run(command: str, output: Path) -> tuple[int, str, str]:
 
 
 def test_files_become_these_configs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tests/golden/convert.txt. A check accepts each."""
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
 
     def said() -> Iterator[tuple[str, str]]:
         for number, command in enumerate(COMMANDS):
             output = tmp_path / f"{number}.json"
             exit_code, lines, errors = run(command, output)
             assert (exit_code, errors) == (0, "")
+            assert call_here("config", "--check", output)[::2] == (0, "")
             content = json.dumps(json.loads(output.read_text()))
             yield command, f"{lines.replace(str(output), 'OUTPUT')}{content}"
 
     check("convert", said())
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_check_accepts_what_is_written(
-    command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
-    assert run(command, tmp_path / "run.json")[0] == 0
-    exit_code, _, errors = call_here("config", "--check", tmp_path / "run.json")
-    assert (exit_code, errors) == (0, "")
 
 
 def account(conversion: Conversion) -> list[Any]:

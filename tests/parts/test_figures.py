@@ -10,6 +10,7 @@ import pytest
 from megatron_noloco.monitor.console import Console, RunFacts, log_lines
 from megatron_noloco.monitor.evaluation import Evaluation, Losses
 from megatron_noloco.monitor.figures import duration, megabytes
+from tests.kit.golden import check
 from tests.kit.rows import ROUND, STEP
 
 PLAIN = (
@@ -21,81 +22,44 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
 SPREAD = " spread: 1.230E-03 |"
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({}, ""),
-        (
-            {"train/loss_scale": 65536.0, "train/skipped_steps": 2, "total/skipped_ahead": 3},
-            " loss scale: 65536 | skipped iterations: 2 | iterations left out: 3 |",
-        ),
-        (
-            {"routing/share": 0.75, "data/wait_seconds": 0.002},
-            " routed: 75.0 % hop wait (ms): 10.0 | data wait (ms): 2.0 |",
-        ),
-        (ROUND, f" round 1 partner 3 |{EXCHANGE}{SPREAD}"),
-        (
-            ROUND | {"round/partners": [], "round/spread": math.nan, "round/payload_error": math.nan},
-            f" round 1 skipped |{EXCHANGE}",
-        ),
-        (
-            ROUND | {"round/fragment": 2, "round/partners": [2, 3], "round/poisoned_elements": 16},
-            f" round 1 fragment 2 partners 2,3 |{EXCHANGE}{SPREAD} poisoned elements: 16 |",
-        ),
-        (
-            ROUND | {"round/payload_error": 0.0289, "round/resent_elements": 512},
-            f" round 1 partner 3 |{EXCHANGE}{SPREAD} payload error: 2.9E-02 |",
-        ),
-    ],
-)
-def test_the_log_line(more: dict[str, Any], text: str) -> None:
-    assert log_lines(STEP | more, 200, FACTS) == [PLAIN + text]
-
-
-def test_the_throughput_in_the_log_line() -> None:
-    faster = {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6}
-    (line,) = log_lines(STEP | faster, 200, FACTS)
-    assert "| throughput per GPU (TFLOP/s/GPU): 412.3 |" in line
-    assert "| tokens per second: 5186 (all replicas: 20746) | MFU: 41.7 % |" in line
-    of_a_federation = {name: value for name, value in STEP.items() if not name.endswith("_of_all")}
-    assert "| tokens per second: 5186 |" in log_lines(of_a_federation, 200, FACTS)[0]
-
-
 def test_sizes_and_durations() -> None:
     sizes = [megabytes(size) for size in (0, 9_994_000, 10_000_000, 641_700_000)]
     assert sizes == ["0.00", "9.99", "10.0", "641.7"]
     assert [duration(seconds) for seconds in (0.4, 599, 600, 3600)] == ["0s", "599s", "10min", "1h 0min"]
 
 
-def test_the_line_of_a_checkpoint() -> None:
-    row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
-    (line,) = log_lines(row, 200, replace(FACTS, unigram_entropy=3.5))
-    assert line == " checkpoint at iteration 8 | pause (ms): 165.4 |"
-
-
-@pytest.mark.parametrize(
-    ("mean_model", "spread", "middle"),
-    [
-        (3.0, 0.25, "mean model: 3.0000 | spread: 2.500E-01 | "),
-        (3.0, math.nan, "mean model: 3.0000 | "),
-        (math.nan, math.nan, ""),
-    ],
-)
-def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: str) -> None:
-    datasets = {"a": Losses({0: 2.0, 1: 4.0}, math.nan), "b": Losses({0: 1.0, 1: 2.0}, math.nan)}
-    evaluation = Evaluation({0: 1.5, 1: 3.0}, mean_model, spread, datasets)
-    end = "unigram: 3.5000 | microbatches: 4 of 210 |"
-    row = {"kind": "evaluation", "step": 8, **evaluation.numbers(0)}
-    assert log_lines(row, 200, replace(FACTS, unigram_entropy=3.5)) == [
-        f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}{end}",
-        "   a | replicas: 2.0000 4.0000 |",
-        "   b | replicas: 1.0000 2.0000 |",
-    ]
-
-
 FACTS = RunFacts(
     math.nan, "4 of 210", "an fp32 all-reduce", 0.0, "runs/a", "the same command", ("report runs/a",)
 )
+# What rows have more than STEP, then than STEP and ROUND
+STEPS: list[dict[str, Any]] = [
+    {},
+    {"train/loss_scale": 65536.0, "train/skipped_steps": 2, "total/skipped_ahead": 3},
+    {"routing/share": 0.75, "data/wait_seconds": 0.002},
+    {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6},
+]
+ROUNDS: list[dict[str, Any]] = [
+    {},
+    {"round/partners": [], "round/spread": math.nan, "round/payload_error": math.nan},
+    {"round/fragment": 2, "round/partners": [2, 3], "round/poisoned_elements": 16},
+    {"round/payload_error": 0.0289, "round/resent_elements": 512},
+]
+
+
+def test_the_lines_of_a_log() -> None:
+    """In tests/golden/log_lines.txt."""
+    rows: dict[str, dict[str, Any]] = {f"step {more}": STEP | more for more in STEPS}
+    rows |= {f"step with a round {more}": STEP | ROUND | more for more in ROUNDS}
+    alone = {name: value for name, value in STEP.items() if not name.endswith("_of_all")}
+    rows["step of a federation"] = alone
+    rows["checkpoint"] = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
+    datasets = {"a": Losses({0: 2.0, 1: 4.0}, math.nan), "b": Losses({0: 1.0, 1: 2.0}, math.nan)}
+    for mean_model, spread in ((3.0, 0.25), (3.0, math.nan), (math.nan, math.nan)):
+        numbers = Evaluation({0: 1.5, 1: 3.0}, mean_model, spread, datasets).numbers(0)
+        row = {"kind": "evaluation", "step": 8, **numbers}
+        rows[f"evaluation, mean model {mean_model}, spread {spread}"] = row
+    facts = replace(FACTS, unigram_entropy=3.5)
+    check("log_lines", ((name, "\n".join(log_lines(row, 200, facts))) for name, row in rows.items()))
 
 
 def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:

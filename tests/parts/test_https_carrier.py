@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedErro
 from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
-from tests.kit.ranks import free_port
+from tests.kit.ranks import federation_keys, free_port, until
 
 RUN = 0x1234
 LONG = 30.0  # seconds that a loaded machine may need
+KEYS = federation_keys()
 
 
 class Someone:
@@ -74,16 +75,18 @@ class Someone:
 class World:
     """Members that end with the test."""
 
-    def __init__(self, keys: Keys) -> None:
-        self.keys, self.members = keys, list[Someone]()
-
-    def identity(self, slot: int) -> Identity:
-        return self.keys.identity(slot)
+    def __init__(self) -> None:
+        self.members = list[Someone]()
 
     def add(self, slot: int, seeds: Sequence[Someone] = (), **options: Any) -> Someone:
-        someone = Someone(self.identity(slot), slot, [seed.address for seed in seeds], **options)
+        someone = Someone(KEYS.identity(slot), slot, [seed.address for seed in seeds], **options)
         self.members.append(someone)
         return someone
+
+    def end_without_a_word(self, someone: Someone) -> None:
+        """Close what a member has open, as when its process is killed: it does not say that it leaves."""
+        self.members.remove(someone)
+        someone.mesh.close()
 
     def meet(self) -> None:
         for someone in self.members:
@@ -91,21 +94,9 @@ class World:
             until(lambda someone=someone, others=others: someone.sees(*others))  # type: ignore[misc]
 
 
-def until(condition: Callable[[], object], seconds: float = LONG) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys.make(tmp_path_factory.mktemp("keys") / "key")
-
-
 @pytest.fixture
-def world(keys: Keys) -> Iterator[World]:
-    made = World(keys)
+def world() -> Iterator[World]:
+    made = World()
     yield made
     for someone in reversed(made.members):
         someone.close()
@@ -189,19 +180,11 @@ def _is_connected(opened: socket.socket) -> bool:
     return False
 
 
-def test_two_hidden_members_see_and_do_not_reach_each_other(world: World) -> None:
-    middle = world.add(0)
-    one, other = (world.add(slot, [middle], listens=False) for slot in (1, 2))
-    world.meet()
-    one.publish(step=7)
-    until(lambda: other.mesh.members()[one.me].step == 7)
-    assert one.mesh.reaches(middle.me)
-    assert not one.mesh.reaches(other.me)
-    with pytest.raises(StalledError):
-        one.mesh.fetch(other.me, "piece")
-
-
-def test_statuses_follow_each_other_and_leaving_is_seen(world: World) -> None:
+def test_statuses_follow_each_other_and_leaving_is_seen(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the lease."""
+    monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
     one = world.add(0)
     other = world.add(1, [one])
     hidden = world.add(2, [one], listens=False)
@@ -212,7 +195,7 @@ def test_statuses_follow_each_other_and_leaving_is_seen(world: World) -> None:
     for member in (other.me, hidden.me):
         until(lambda member=member: one.mesh.members()[member].step == 19)  # type: ignore[misc]
     hidden.close()
-    until(lambda: one.sees(other) and other.sees(one), 5)
+    until(lambda: one.sees(other) and other.sees(one))
     assert one.mesh.known()[hidden.me].phase == "left"
     world.members.remove(hidden)
 
@@ -256,15 +239,15 @@ def test_a_piece_offered_while_its_taker_is_away_comes_later(
 
 
 @contextmanager
-def process(folder: Path, slot: int, seed: Someone, listens: bool = True, port: int = 0) -> Iterator[Any]:
+def process(folder: Path, slot: int, seed: Someone, listens: bool = True) -> Iterator[Any]:
     """Run a member in a process of its own, until the block ends."""
-    arguments = map(str, [folder / "key", slot, seed.address, int(listens), port])
+    (folder / "member").write_text(KEYS.member_file(slot, time.time() + 3600))
+    arguments = map(str, [folder / "member", slot, seed.address, int(listens)])
     command = [sys.executable, "-m", "tests.parts.test_https_carrier", *arguments]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
-        name, _, address = started.stdout.readline().strip().partition(" ")
-        started.member, started.address = Member.parse(name), address  # type: ignore[attr-defined]
+        started.member = Member.parse(started.stdout.readline().strip())  # type: ignore[attr-defined]
         yield started
     finally:
         started.kill()
@@ -274,32 +257,25 @@ def process(folder: Path, slot: int, seed: Someone, listens: bool = True, port: 
             pipe.close()
 
 
-def _main(key: str, slot: str, seed: str, listens: str, port: str) -> None:
-    keys = Keys.read(Path(key))
-    someone = Someone(keys.identity(int(slot)), int(slot), [seed], bool(int(listens)), port=int(port))
-    sys.stdout.write(f"{someone.me} {someone.address}\n")
+def _main(key: str, slot: str, seed: str, listens: str) -> None:
+    someone = Someone(Keys.read(Path(key)).identity(int(slot)), int(slot), [seed], bool(int(listens)))
+    sys.stdout.write(f"{someone.me}\n")
     sys.stdout.flush()
     for line in sys.stdin:
         giver, name = line.split()
         someone.mesh.begin(Member.parse(giver), name)
 
 
-@pytest.fixture
-def folder(keys: Keys, tmp_path: Path) -> Path:
-    (tmp_path / "key").write_bytes(keys._path.read_bytes())
-    return tmp_path
-
-
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_killed_member_is_absent_long_before_the_lease(
-    world: World, folder: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, listens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that had links to it, and has left, does not keep it there."""
     one = world.add(0)
     other = world.add(1, [one])
     leaves = world.add(3, [one])
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
-    with process(folder, 2, one, listens) as killed:
+    with process(tmp_path, 2, one, listens) as killed:
         until(lambda: one.sees(other, leaves, killed.member) and other.sees(one, leaves, killed.member))
         until(
             lambda: all(killed.member in someone.carrier._links.peers[3].linked for someone in (one, other))
@@ -315,10 +291,10 @@ def test_a_killed_member_is_absent_long_before_the_lease(
 
 
 def test_a_peer_killed_during_a_transfer_leaves_no_noise(
-    world: World, folder: Path, caplog: pytest.LogCaptureFixture
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = world.add(0)
-    with process(folder, 2, first) as killed:
+    with process(tmp_path, 2, first) as killed:
         one = world.add(1, [first])  # so it brings pieces
         until(lambda: one.sees(first, killed.member) and one.mesh.reaches(killed.member))
         for number in range(8):
@@ -353,12 +329,12 @@ def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCap
 
 
 def test_a_stopped_member_is_absent_after_the_lease_and_back(
-    world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 6.0)
     one = world.add(0)
     other = world.add(1, [one])
-    with process(folder, 2, one) as stopped:
+    with process(tmp_path, 2, one) as stopped:
         until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
         stopped.send_signal(signal.SIGSTOP)
         time.sleep(1)
@@ -368,56 +344,53 @@ def test_a_stopped_member_is_absent_after_the_lease_and_back(
         until(lambda: one.sees(other, stopped.member) and other.sees(one, stopped.member))
 
 
-@contextmanager
-def replaced(folder: Path, one: Someone, slot: int) -> Iterator[Member]:
-    """Have a process of a slot answer where a process of slot 2 has ended; yield the earlier member."""
-    with process(folder, 2, one) as first:
-        until(lambda: one.sees(first.member))
-        port = int(first.address.rpartition(":")[2])
-    with process(folder, slot, one, port=port) as second:
-        until(lambda: one.sees(second.member))
-        yield first.member
-
-
-def test_a_restarted_member_replaces_the_earlier_process(world: World, folder: Path) -> None:
+@pytest.mark.parametrize("slot", [2, 3])
+def test_a_later_process_at_an_address_is_not_the_earlier(world: World, slot: int) -> None:
+    """Of the same slot, which it replaces, or of another."""
     one = world.add(0)
-    with replaced(folder, one, 2) as first:
-        assert first not in one.mesh.known()
-        with pytest.raises(StalledError):
-            one.mesh.fetch(first, "piece", LONG)
+    first = world.add(2, [one], port=(port := free_port()))
+    until(lambda: one.sees(first))
+    world.end_without_a_word(first)
+    later = world.add(slot, [one], port=port)
+    until(lambda: one.sees(later))
+    assert (first.me in one.mesh.known()) == (slot != 2)
+    with pytest.raises(StalledError):
+        one.mesh.fetch(first.me, "piece", LONG)
 
 
-def test_another_slot_at_a_known_address_is_not_taken_for_it(world: World, folder: Path) -> None:
-    one = world.add(0)
-    with replaced(folder, one, 3) as first:
-        assert first not in one.mesh.members()
-
-
-def test_hidden_members_stay_known_while_statuses_change_quickly(
+def test_two_hidden_members_see_and_do_not_reach_each_other(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who sees whom is told in its turn, whatever else is told meanwhile."""
+    """Who sees whom is told in its turn, also while statuses change quickly."""
     monkeypatch.setattr(https_links, "LEASE_SECONDS", 3.0)
     monkeypatch.setattr(https_links, "PULSE_SECONDS", 0.5)
     one = world.add(0)
-    hidden = [world.add(slot, [one], listens=False) for slot in (1, 2)]
+    hidden, other = (world.add(slot, [one], listens=False) for slot in (1, 2))
     world.meet()
     for number in range(60):
         one.publish(step=number)
+        other.publish(step=number)
         time.sleep(0.1)
-        assert hidden[0].sees(one, hidden[1])
+        assert hidden.sees(one, other)
+    until(lambda: hidden.mesh.members()[other.me].step == 59)
+    assert hidden.mesh.reaches(one.me)
+    assert not hidden.mesh.reaches(other.me)
+    with pytest.raises(StalledError):
+        hidden.mesh.fetch(other.me, "piece")
 
 
-def test_an_absent_member_has_no_wishes(world: World, folder: Path) -> None:
+def test_an_absent_member_has_no_wishes(world: World) -> None:
     """Nor is a piece brought to it for ever."""
     one = world.add(0)
-    with process(folder, 2, one) as other:
-        until(lambda: one.sees(other.member) and one.carrier._links.peers[2].link)
-        link = one.carrier._links.peers[2].link
-        one.carrier._soon(one.carrier._take_wishes, link, {"1": "a", "2": "b"})
-        until(lambda: len(one.mesh.offers.takers("")) == 2)
-        one.mesh.offer("a", b"")
-    until(lambda: other.member not in one.mesh.members())
+    other = world.add(2, [one])
+    world.meet()
+    until(lambda: one.carrier._links.peers[2].link)
+    link = one.carrier._links.peers[2].link
+    one.carrier._soon(one.carrier._take_wishes, link, {"1": "a", "2": "b"})
+    until(lambda: len(one.mesh.offers.takers("")) == 2)
+    one.mesh.offer("a", b"")
+    world.end_without_a_word(other)
+    until(lambda: other.me not in one.mesh.members())
     until(lambda: not one.mesh.offers.takers(""))
     tasks = one.carrier._tasks
     until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
@@ -485,7 +458,7 @@ def test_connections_that_a_router_forgot_are_left_at_once(
     monkeypatch.setattr(https_carrier, "LEASE_SECONDS", 2.0)
     router = Router(port := free_port())
     one = world.add(0, port=port, address=router.address)
-    hidden = Someone(world.identity(1), 1, [router.address], listens=False)
+    hidden = Someone(KEYS.identity(1), 1, [router.address], listens=False)
     world.members.append(hidden)
     world.meet()
     asked = [hidden.mesh.begin(one.me, f"piece/{number}") for number in range(8)]
@@ -501,23 +474,23 @@ def test_connections_that_a_router_forgot_are_left_at_once(
     router.close()
 
 
-def test_after_30_restarts_of_a_peer_nothing_is_left(world: World) -> None:
+def test_after_15_restarts_of_a_peer_nothing_is_left(world: World) -> None:
     def counts() -> tuple[int, int, int]:
         tasks = sum(not task.done() for task in one.carrier._tasks)
         return len(os.listdir("/proc/self/fd")), threading.active_count(), tasks
 
     one = world.add(0)
     before: tuple[int, int, int] | None = None
-    for number in range(30):
+    for number in range(15):  # each third is hidden, each fifth ends without a word
         peer = world.add(1, [one], listens=number % 3 > 0)
         until(lambda peer=peer: one.sees(peer) and peer.sees(one))  # type: ignore[misc]
         exchange(one, peer, "piece", 2**17)
         exchange(peer, one, "piece", 2**17)
         if number % 5:
+            world.members.remove(peer)
             peer.close()
         else:
-            peer.mesh.close()  # without a word
-        world.members.remove(peer)
+            world.end_without_a_word(peer)
         until(lambda: one.sees())
         if before is None:
             before = counts()
@@ -606,7 +579,7 @@ def test_a_member_file_whose_time_is_over_is_named(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = world.add(0)
-    (path := tmp_path / "member").write_text(world.keys.member_file(1, time.time() - 60))
+    (path := tmp_path / "member").write_text(KEYS.member_file(1, time.time() - 60))
     with monkeypatch.context() as clock:
         clock.setattr("megatron_noloco.federation.keys.time.time", lambda: 0.0)
         late = Keys.read(path).identity(1)
@@ -625,7 +598,7 @@ def test_why_nobody_answers_is_said_once(world: World, monkeypatch: pytest.Monke
     monkeypatch.setattr("megatron_noloco.federation.https_client.PATIENCE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         seed = f"127.0.0.1:{closed.getsockname()[1]}"
-    alone = Someone(world.identity(0), 0, [seed, "no-such-host.invalid:1"])
+    alone = Someone(KEYS.identity(0), 0, [seed, "no-such-host.invalid:1"])
     try:
         until(lambda: any(seed in line and "its name is unknown" in line for line in alone.lines))
         assert any(f"nobody answers at {seed}: Connection refused" in line for line in alone.lines)
@@ -640,7 +613,7 @@ def test_a_seed_to_which_there_is_a_link_is_asked_no_more(
     """Also where its member gives another address: the answer has the statuses of all."""
     monkeypatch.setattr("megatron_noloco.federation.https_client._LOOK_SECONDS", 0.02)
     one = world.add(0)
-    other = Someone(world.identity(1), 1, [one.address.replace("127.0.0.1", "localhost")])
+    other = Someone(KEYS.identity(1), 1, [one.address.replace("127.0.0.1", "localhost")])
     world.members.append(other)
     world.meet()
     until(lambda: other.carrier._links.peers[0].link)
@@ -707,7 +680,7 @@ class Rogue:
     """A member of the federation that speaks HTTP by hand."""
 
     def __init__(self, world: World, slot: int) -> None:
-        self.identity, self.me = world.identity(slot), Member(slot, time.time_ns())
+        self.identity, self.me = KEYS.identity(slot), Member(slot, time.time_ns())
         self.statuses = Statuses(RUN, self.me, self.identity)
 
     def connect(self, victim: Someone) -> socket.socket:
@@ -820,15 +793,6 @@ def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
     assert other.sees(one)
 
 
-def test_requests_of_http_1_0_are_refused(world: World) -> None:
-    one = world.add(0)
-    rogue = Rogue(world, 3)
-    rogue.introduce(one)
-    with rogue.connect(one) as opened:
-        opened.sendall(rogue.head("GET", "status").replace(b"HTTP/1.1", b"HTTP/1.0"))
-        assert b"505" in opened.recv(100)
-
-
 def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     one = world.add(0)
     other = world.add(1, [one])
@@ -870,6 +834,9 @@ def test_garbage_ends_one_connection_only(world: World) -> None:
         with rogue.connect(one) as opened, suppress(OSError):
             opened.sendall(garbage)
             opened.recv(2**10)
+    with rogue.connect(one) as opened:
+        opened.sendall(rogue.head("GET", "status").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert b"505" in opened.recv(100)
     for path in ("a", "a/b/c", "status/x"):
         assert rogue.request(one, "GET", path)[9:12] in (b"400", b"403", b"404")
     peer = world.add(1, [one])
@@ -925,12 +892,12 @@ def test_a_visitor_reads_statuses(world: World) -> None:
     world.meet()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-    statuses, present = visit(world.identity(MOST_SLOTS), RUN, [nobody, one.address])
+    statuses, present = visit(KEYS.identity(MOST_SLOTS), RUN, [nobody, one.address])
     assert {*statuses} == present == {one.me, other.me}
     with pytest.raises(ValueError, match=f"nobody answers at {nobody}: Connection refused"):
-        visit(world.identity(MOST_SLOTS), RUN, [nobody])
+        visit(KEYS.identity(MOST_SLOTS), RUN, [nobody])
     with pytest.raises(ValueError, match="is of another run"):
-        visit(world.identity(MOST_SLOTS), RUN + 1, [one.address])
+        visit(KEYS.identity(MOST_SLOTS), RUN + 1, [one.address])
     assert one.sees(other)
 
 

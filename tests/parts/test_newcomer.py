@@ -216,32 +216,19 @@ INVITE_WRONG = ("--slot 1", "--slot 4096", "--at 10.0.0.9:5000", "--file key", "
 
 
 def test_an_invitation_that_cannot_be_is_one_line(place: Place, jobs: FakeJobs) -> None:
-    """In tests/golden/invite_lines.txt."""
-    jobs.add(1, "10.0.0.1:5000")
-    said = ((options, refusal_of("invite", place.path, *options.split())) for options in INVITE_WRONG)
-    check("invite_lines", said)
+    """In tests/golden/invite_lines.txt. Then from jobs without ports, and from a machine that was invited."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        jobs.add(1, "10.0.0.1:5000")
+        for options in INVITE_WRONG:
+            yield options, refusal_of("invite", place.path, *options.split())
+        jobs.statuses = {Member(1, 5): PeerStatus()}
+        yield "no job has a port", refusal_of("invite", place.path)
+        place.key_file.write_text(place.keys.member_file(1, time.time() + DAY))
+        yield "the key is a member file", refusal_of("invite", place.path)
+
+    check("invite_lines", cases())
     assert not Path("key.invited").exists(), "no slot is given away"
-
-
-def test_jobs_without_a_port_cannot_invite(
-    place: Place, jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs.add(1)
-    assert place.invite() == 2
-    assert "no running job with a port is found; jobs without ports get copies" in capsys.readouterr().err
-    assert not Path("key.invited").exists()
-
-
-def test_who_was_invited_cannot_invite(
-    place: Place, jobs: FakeJobs, capsys: pytest.CaptureFixture[str]
-) -> None:
-    jobs.add(0, "10.0.0.1:5000")
-    place.key_file.write_text(place.keys.member_file(1, time.time() + DAY))
-    assert place.invite() == 2
-    assert capsys.readouterr().err == (
-        "invite: this machine joined by an invitation, which cannot invite: ask a machine that has the "
-        "federation's key\n"
-    )
 
 
 def test_an_invitation_that_has_ended_is_named(place: Place) -> None:
@@ -385,13 +372,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
     with pytest.raises(UserError, match=r"joined: cannot be written: No space left on device"):
         write_job(invitation, Local(tmp_path / "joined", {}), lambda line: None)
     assert not list((tmp_path / "joined").iterdir())
-
-
-@pytest.mark.parametrize("options", ["--at 127.0.0.1", "--at tcp://127.0.0.1:1", "--valid soon", "--serve"])
-def test_an_option_that_is_wrong_is_refused(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["invite", "my-run.json", *options.split()])
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_is_a_machine_s_own_is_asked_of_it(tmp_path: Path) -> None:

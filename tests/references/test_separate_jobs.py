@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
@@ -29,6 +30,7 @@ from megatron_noloco.federation.network import Network
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.settings import FederationSettings, NolocoSettings
+from tests.kit.golden import check
 from tests.kit.jobs import (
     SECONDS,
     assert_by_the_equations,
@@ -479,21 +481,6 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_model_whose_gradients_end_elsewhere_is_refused(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_ranks(2, what_is_refused, tmp_path)):
-        reach = f"rank {rank}: the gradient all-reduce of this model spans ranks "
-        expected = {
-            "bare": f"{reach}[{rank}], its replica is [0, 1]; wrap the model in DistributedDataParallel",
-            "half": f"{reach}[{rank}], its replica is [0, 1]; wrap the model in DistributedDataParallel",
-            "whole": f"{reach}[0, 1], its replica is [{rank}]; wrap the model in DistributedDataParallel",
-            "nested": "attach: the gradients of 0 are reduced by a DistributedDataParallel of its own",
-            "flat": "attach: the flat parameters of FullyShardedDataParallel are not supported",
-        }
-        for name, line in expected.items():
-            assert found[name].startswith(line), name
-            assert "\n" not in found[name]
-
-
 def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
     def try_to(settings: NolocoSettings = SETTINGS, loop: Loop | None = None, **options: Any) -> str:
         model = Loop(rank, 0, None).model if loop is None else loop.model
@@ -523,28 +510,6 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
         "groups of 3": try_to(NolocoSettings(group_size=2 + rank)),
         "one group": try_to(paper(local_steps=K, outer_momentum=0.9)),
     }
-
-
-def test_what_ranks_of_one_job_refuse_together() -> None:
-    """None of them waits for the others, and all say the same."""
-    found = run_ranks(2, what_ranks_of_one_job_refuse)
-    expected = {
-        "settings": "attach: outer_lr is 0.7 on rank 0 and 0.95 on rank 1; it must be the same on all ranks",
-        "seed": "attach: seed is 0 on rank 0 and 1 on rank 1; it must be the same on all ranks",
-        "lengths": "the weights and names and shapes of replica 1 differ from those of replica 0; seed",
-        "weights": "the weights of replica 1 differ from those of replica 0; seed all replicas alike",
-        "no state": "attach: whether there is a state is True on rank 0 and False on rank 1; it must be",
-        "other rank": "attach: the model is not the one this state was saved with: load its checkpoint first",
-        "one not loaded": "attach: the model is not the one this state was saved with: load its checkpoint",
-        "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
-        "other run": "the weights of replica 1 differ from those of replica 0; their states are of different",
-        "its own": "taken",
-        "groups of 3": "attach: group_size 3 is more than the 2 replicas there are",
-        "one group": "taken",
-    }
-    assert found[0] == found[1]
-    for name, line in expected.items():
-        assert found[0][name].startswith(line), found[0][name]
 
 
 def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
@@ -582,31 +547,6 @@ def converted(module: nn.Module, **how: Any) -> str:
     found = refusal(noloco.step)
     noloco.close(at_once=True)
     return found
-
-
-def test_an_attached_model_refuses_loads_and_new_weights() -> None:
-    (found,) = run_ranks(1, what_changes_after_attach)
-    more = "more.weight is trained now, and was not when the model was attached: it would not be exchanged; attach"
-    load = (
-        "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
-    )
-    expected = {
-        "twice": "attach: this model is attached already; close() what attach returned before",
-        "load": load,
-        "load a part": load,
-        "load a copy": "taken",
-        "more": more,
-        "average": more,
-        "converted": "weight, of shape [2, 2, 3, 3] and torch.float32, must be floating and contiguous",
-        "of 64 bits": "weight, of shape [2, 2] and torch.float64, must be of 32 bits or less",
-        "step after": "attach: no rounds and no average after close()",
-        "average after": "attach: no rounds and no average after close()",
-        "load after": "taken",
-        "attach again": "taken",
-    }
-    assert found.keys() == expected.keys()
-    for name, line in expected.items():
-        assert found[name].startswith(line), (name, found[name])
 
 
 def test_an_attached_model_can_be_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -678,30 +618,43 @@ ELSEWHERE = FederationSettings(rendezvous="file:///nowhere", key_file="/nowhere/
 SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "line"),
-    [
-        (None, {"replicas": 2}, "attach(replicas=...) needs torch.distributed.init_process_group"),
-        (None, {}, "attach: give replicas, where this job holds all of them, or federation"),
-        (None, {"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
-        (None, {"replicas": 2, "slot": 0}, "attach: slot is for a federation"),
-        (None, SLOT | {"slot": 4096}, "attach: slot must be from 0 to 4095, not 4096"),
-        (None, SLOT | {"slot": True}, "attach: slot must be from 0 to 4095, not True"),
-        (None, SLOT | {"seed": -1}, "attach: seed must be an integer >= 0, not -1"),
-        (None, SLOT | {"federation": FederationSettings()}, "attach: federation.rendezvous is missing"),
-        (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap_steps "auto" is for `train` only'),
-        (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
-        (None, {"replicas": "2"}, "attach: replicas must be an integer, not '2'"),
-        (None, SLOT | {"stopped": threading.Event()}, "attach: stopped must be a function, such as is_set"),
-        (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
-        (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),
-        (None, SLOT | {"state": SAVED}, "attach: the state is of 2 weights, this rank has 6"),
-        (torch.optim.SGD([torch.zeros(2)]), SLOT, "attach: a SGD is none of DeepSpeed's engine"),
-        (nn.Linear(2, 2).double(), SLOT, "weight, of shape [2, 2] and torch.float64, must be of 32 bits"),
-        (CONVOLUTION.to(memory_format=torch.channels_last), SLOT, "weight, of shape [2, 3, 4, 4] and"),
-    ],
-)
-def test_what_attach_refuses_in_one_line(model: object, options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        attach(nn.Linear(2, 2) if model is None else model, **options)
-    assert str(refused.value).startswith(line)
+# What is attached in place of a linear model, and how
+CALLS: list[tuple[Any, dict[str, Any]]] = [
+    (None, {"replicas": 2}),
+    (None, {}),
+    (None, {"replicas": 2, "settings": {}}),
+    (None, {"replicas": 2, "slot": 0}),
+    (None, SLOT | {"slot": 4096}),
+    (None, SLOT | {"slot": True}),
+    (None, SLOT | {"seed": -1}),
+    (None, SLOT | {"federation": FederationSettings()}),
+    (None, SLOT | {"settings": DELAY_CHOSEN}),
+    (None, {"replicas": 2, "stopped": bool}),
+    (None, {"replicas": "2"}),
+    (None, SLOT | {"stopped": threading.Event()}),
+    (None, SLOT | {"inner": TWO_MODES}),
+    (None, SLOT | {"state": {}}),
+    (None, SLOT | {"state": SAVED}),
+    (torch.optim.SGD([torch.zeros(2)]), SLOT),
+    (nn.Linear(2, 2).double(), SLOT),
+    (CONVOLUTION.to(memory_format=torch.channels_last), SLOT),
+]
+
+
+def test_what_an_attached_model_and_its_ranks_refuse(tmp_path: Path) -> None:
+    """In tests/golden/attach_lines.txt. Ranks of a job say the same, and none of them waits for another."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for number, (model, options) in enumerate(CALLS):
+            call = partial(attach, nn.Linear(2, 2) if model is None else model, **options)
+            line = re.sub(" at 0x[0-9a-f]+", "", refusal(call))
+            yield f"call {number}: {', '.join(options) or 'no options'}", line
+        for rank, lines in enumerate(run_ranks(2, what_is_refused, tmp_path)):
+            for name, line in lines.items():
+                yield f"gradients on rank {rank}: {name}", line
+        one, other = run_ranks(2, what_ranks_of_one_job_refuse)
+        assert one == other
+        for name, line in [*one.items(), *run_ranks(1, what_changes_after_attach)[0].items()]:
+            yield name, line
+
+    check("attach_lines", cases())

@@ -211,7 +211,7 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
             "shortest_deadline_seconds": 2.0,
         },
         "noloco": {"final_average": True, "local_steps": 2},
-        "training": {"train_iters": 200},
+        "training": {"train_iters": 100},
         "checkpoint": {"save_interval": 1000},
         "evaluation": {"interval": 0, "iters": 4},
     }
@@ -221,9 +221,9 @@ def test_jobs_of_different_layouts_train_one_model(tmp_path: Path, text: str) ->
         federation.until_it_has_a_partner(2, after=0)
         federation.until(2, 4)
         federation.kill(2)
-        federation.until(0, 24)
+        federation.until(0, 14)
         federation.start(2, *LAYOUTS[1], disturb=partial(slow_until, goes_on))
-        federation.until_it_has_a_partner(2, after=20)
+        federation.until_it_has_a_partner(2, after=12)
         goes_on.touch()
         federation.wait()
         assert "recovered from replica " in federation.log(2)

@@ -20,6 +20,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.preflight.invitation import invitation_in
+from tests.kit.federation import assert_same, state_of
 from tests.kit.ranks import REPOSITORY, network_lab
 from tests.kit.tokenizers import write_tokenizer
 from tests.netlab.lab import Lab
@@ -184,7 +185,7 @@ def assert_printed(lines: list[str], text: str) -> None:
 def follow(
     machines: list[Machine], make: str, changes: Mapping[str, Mapping[str, Any]], alone: str = ""
 ) -> list[str]:
-    """Give the five commands, with `make` as the first; at the end all have one model. Return what they print.
+    """Give the commands up to the end of all jobs, with `make` as the first. Return what they print.
 
     Args:
         alone: what the first job logs before others are invited, a regular expression.
@@ -192,7 +193,7 @@ def follow(
     first, *others = machines
     printed, secrets = [first.run(make)], list[str]()
     change(first.folder / "my-run.json", changes)
-    _, start, invite, join, export = (commands[0] for commands, _ in FIVE)
+    _, start, invite, join, _ = (commands[0] for commands, _ in FIVE)
     with ExitStack() as stack:
         jobs = [stack.enter_context(first.runs(start))]
         first.until_log(alone)
@@ -205,15 +206,25 @@ def follow(
             assert line in printed[-1].splitlines(), "invite prints the command of the page"
             jobs.append(stack.enter_context(machine.runs(line)))
         codes = [exit_code(job) for job in jobs]
-        assert codes == [0] * len(machines), "\n".join(machine.log.read_text()[-3000:] for machine in machines)
+        assert codes == [0] * len(machines), "\n".join(
+            machine.log.read_text()[-3000:] for machine in machines
+        )
     logs = [machine.log.read_text() for machine in machines]
     assert not any(secret in log for secret in secrets for log in [*logs, *printed])
     assert f"final average of replicas {', '.join(map(str, range(len(machines))))}" in logs[0]
-    exported = [first.run(export)]
-    exported += [machine.run(export.replace("runs/my-run", "joined/run")) for machine in others]
+    return [printed[0], logs[0], printed[1], logs[1]]
+
+
+def export(machines: list[Machine]) -> str:
+    """Give the last command on each machine, which then have one model. Return what the first prints."""
+    line = FIVE[-1][0][0]
+    first, *_ = [
+        machine.run(line if number == 0 else line.replace("runs/my-run", "joined/run"))
+        for number, machine in enumerate(machines)
+    ]
     weights = {(machine.folder / "trained-model" / "model.safetensors").read_bytes() for machine in machines}
     assert len(weights) == 1, "one model, bit for bit"
-    return [printed[0], logs[0], printed[1], logs[1], exported[0]]
+    return first
 
 
 FIVE = blocks()["Five commands"]
@@ -222,6 +233,7 @@ FIVE = blocks()["Five commands"]
 @pytest.mark.slow
 def test_five_commands_and_what_they_print(machines: list[Machine]) -> None:
     printed = follow(machines, FIVE[0][0][0], {"training": {"train_iters": 1000}}, alone=r"iteration +200/")
+    printed.append(export(machines))
     assert FIVE[2][0][1] == "scp invitation-1.noloco second:"
     for (_, lines), text in zip(FIVE, printed, strict=True):
         assert lines
@@ -229,12 +241,20 @@ def test_five_commands_and_what_they_print(machines: list[Machine]) -> None:
 
 
 def test_a_folder_in_the_place_of_the_network(machines: list[Machine], tmp_path: Path) -> None:
+    """The first machines' checkpoints have one model, bit for bit."""
     (((make,), _),) = blocks()["With a shared folder"]
     (shared := tmp_path / "shared").mkdir()
     for machine in machines:
         machine.cut()
     two = TOGETHER | {"federation": {"start_with": 2}}
     follow(machines[:2], make.replace("/shared", str(shared)), two)
+    first, second = (
+        state_of(machine.folder / output / f"replica_{slot:02d}" / "checkpoints", slot, 60)
+        for slot, (machine, output) in enumerate(zip(machines, ("runs/my-run", "joined/run"), strict=False))
+    )
+    slow = {name: tensor for name, tensor in first.items() if "slow" in name}
+    assert slow
+    assert_same({name: tensor for name, tensor in second.items() if "slow" in name}, slow)
 
 
 @pytest.mark.slow
@@ -243,5 +263,6 @@ def test_a_machine_of_several_ranks_trains_with_the_others(machines: list[Machin
     (layout,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     overlap = {"noloco": {"local_steps": 10, "overlap_steps": "auto"}}
     logs = follow(machines, FIVE[0][0][0], TOGETHER | overlap | json.loads("{" + layout + "}"))
+    export(machines)
     assert "= 2 ranks" in logs[1]
     assert "= 1 rank\n" in logs[3]
