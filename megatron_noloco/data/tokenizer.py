@@ -235,11 +235,16 @@ class Tokenizer:
         )
         tokenizer.save_pretrained(folder)
 
+    @property
+    def kept(self) -> str:
+        """The text of a copy; "" for bytes."""
+        return "" if self.folder is None else json.dumps(self.content)
+
     def copy_to(self, folder: Path) -> None:
         """Write a copy into the folder; none of bytes."""
-        if self.folder is not None:
+        if self.kept:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / KEPT, json.dumps(self.content))
+            write_text(folder / KEPT, self.kept)
 
     def bytes_of(self, ids: np.ndarray, before: int) -> int:
         """Return the bytes of text that tokens stand for after another, also of a character that is cut."""

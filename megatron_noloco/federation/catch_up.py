@@ -122,8 +122,7 @@ class CatchUp:
     def at_end(self, done: int) -> "WaitAtEnd":
         """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
         own, members = self.last_round(done), self._members
-        reaches = [slot for slot, peer in members.peers().items() if peer.reached]
-        members.go_on(own, "ended", reaches=reaches)
+        members.go_on(own, "ended")
         last = math.inf if self._steps is None else self.last_round(self._steps)
         return WaitAtEnd(members, own, last, self._noloco.deadline_seconds, self._left_out)
 
@@ -197,6 +196,7 @@ class WaitAtEnd:
     def look(self) -> Ended | None:
         """Look at the others; return None while others are waited for."""
         self._members.check()
+        self._members.publish_reached()
         at, peers = self._members.mesh.clock(), self._members.peers()
         gone = self._peers.keys() - peers.keys()  # a later process of the slot differs
         self._peers = {**peers, **{slot: replace(self._peers[slot], present=False) for slot in gone}}

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-REFUSED = "refused: "
 _DIGEST_CHARACTERS = 8
 _MOST_NAMED = 8
 _NAME = re.compile(r"[A-Za-z0-9_. ]{1,80}")  # it is written to the terminal of another job
@@ -63,7 +62,7 @@ def differences(own: Mapping[str, str], theirs: Mapping[str, Any]) -> str:
 
 def refusal(slot: int | str, own_slot: int, names: str) -> str:
     """Return the line on another job that differs from this one in so named values."""
-    return f"{REFUSED}replica {slot} differs from replica {own_slot} in {names}"
+    return f"refused: replica {slot} differs from replica {own_slot} in {names}"
 
 
 def _leaves(alike: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

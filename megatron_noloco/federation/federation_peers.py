@@ -233,7 +233,7 @@ class FederationPeers:
         if time.monotonic() >= until or not (lost or late or self._states.is_giving):
             return False
         if lost:
-            self._membership.leader.warn(
+            self._membership.leader.mesh.warn(
                 f"waiting for {self._membership.back_seconds:.0f} s at most, to give the final model to replica "
                 f"{', '.join(lost)} if it comes back"
             )

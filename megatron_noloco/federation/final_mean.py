@@ -10,18 +10,18 @@ A member that has the whole mean says "done" to its parent when its children hav
 word of all, and its status says that the mean is final. Whoever uses the mean says so in its status, too: when the
 first member uses it all have it, and who has not heard of it sees it in the status of any other.
 
-Each member says in its status whom it does not reach (`missed`), and who has sent numbers that must not be used,
-or nothing (`refused`). When that concerns the tree, or a member is lost, the root proposes another attempt, whose
-tree goes around these pairs. A slot that two members refuse, or the root, is not in it, nor a slot that finds
-fault with many. A root goes on with less than half of those at their end only after five minutes: it may be cut
-off from the rest, which goes on without it. Whoever is not in the mean takes the model of a replica that has it
-(`recovery`). A list of the members is in the proposal, so each counts once.
+Each member says in its status whom it reaches, and who has sent numbers that must not be used, or nothing
+(`refused`). When a member of the tree is refused or lost, the root proposes another attempt. Its tree goes around
+the pairs that do not reach each other, or of which one refuses the other. A slot that two members refuse, or the
+root, is not in it, nor a slot that refuses many. A root goes on with less than half of those at their end only
+after five minutes: it may be cut off from the rest, which goes on without it. Whoever is not in the mean takes the
+model of a replica that has it (`recovery`). A list of the members is in the proposal, so each counts once.
 """
 
 import hashlib
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,7 +49,6 @@ _FIRST_TAG = 1 << 21  # inside the replica, beyond those of rounds and states
 _BUCKET = 2**18  # elements: so bytes of a slow link deep in the tree are seen above in time
 _AHEAD = 16  # buckets of sums before their mean
 _HAS_ALL = b"+"
-_ANSWER_SECONDS = 3.0  # for a member that is not lost
 _HEARSAY_SECONDS = 5.0  # for the word of a root that is gone to come from others
 _AGAIN_SECONDS = 0.5  # before another attempt
 _SILENT_SECONDS = 60.0  # for the root to propose an attempt
@@ -57,7 +56,7 @@ _ALONE_SECONDS = 300.0  # before the root goes on with less than half of those a
 _STILL_SECONDS = 30.0  # without a byte, for each level of the tree between
 _MOST_LEVELS = 100
 _MOST_ATTEMPTS = 20  # of a root
-_MOST_FAULTS = 3  # that a member may find with others
+_MOST_REFUSED = 3  # by a member
 _ROOT = -1
 
 
@@ -216,9 +215,7 @@ class _Leader:
     def __init__(self, members: Members, left_out: Mapping[int, str]) -> None:
         self._members, self._mesh = members, members.mesh
         self._left_out, self._met = left_out, set[int]()
-        self._missed, self._refused = set[int](), set[int]()
-        self._tried = Counter[Member]()  # attempts of each root
-        self._last = dict[Member, int]()  # their newest numbers
+        self._tried = defaultdict[Member, list[int]](list)  # the attempts of each root
         self._attempt: _Attempt
         self.bytes_sent = 0
 
@@ -242,7 +239,6 @@ class _Leader:
         """
         root, since = -1, 0.0
         while not (self.is_leaving or self._is_late()):
-            self._missed = {slot for slot in self._missed if not self._answers(slot)}
             ended, at = self._ended(), self._mesh.clock()
             if root != min(ended):
                 root, since = min(ended), at
@@ -250,12 +246,11 @@ class _Leader:
             attempt = self._propose(ended, seconds) if is_root else self._proposed(root)
             if attempt is not None:
                 self._attempt = attempt
-                self._last[attempt.root] = attempt.number
-                self._tried[attempt.root] += 1
+                self._tried[attempt.root].append(attempt.number)
                 return True
-            if not is_root and (seconds > _SILENT_SECONDS or self._tried[ended[root]] >= _MOST_ATTEMPTS):
-                self._refused.add(root)
-            self._publish()
+            if not is_root and (seconds > _SILENT_SECONDS or len(self._tried[ended[root]]) >= _MOST_ATTEMPTS):
+                self._refuse(root)
+            self._members.publish_reached()
             self._members.wait(lambda: self._proposed(min(self._ended())) or self._is_late(), 1.0)
         return False
 
@@ -266,17 +261,18 @@ class _Leader:
         """Return the members at their end that may be in the mean, this one included, the root first."""
         peers = self._members.peers()
         ended = {slot: peer for slot, peer in peers.items() if has_come(peer)}
+        refused = self._members.status.mean.refused
         refusals = Counter(slot for peer in ended.values() for slot in {*peer.status.mean.refused})
-        refusals.update(self._refused)
+        refusals.update(refused)
         self._met |= ended.keys()
         found = {
             slot: peer.member
             for slot, peer in ended.items()
             if not peer.status.mean.final
             and slot not in self._left_out
-            and slot not in self._refused
+            and slot not in refused
             and refusals[slot] < 2
-            and len({*peer.status.mean.missed, *peer.status.mean.refused}) <= _MOST_FAULTS
+            and len({*peer.status.mean.refused}) <= _MOST_REFUSED
         }
         return dict(sorted({**found, self._members.slot: self._mesh.me}.items()))
 
@@ -293,7 +289,7 @@ class _Leader:
         all_seconds = _SILENT_SECONDS if len(parents) < len(ended) else 0.0
         if seconds < (all_seconds if is_majority else _ALONE_SECONDS):
             return None
-        number = 1 + self._last.get(self._mesh.me, 0)
+        number = 1 + self._members.status.mean.attempt
         self._publish(
             attempt=number,
             members=list(parents),
@@ -303,33 +299,33 @@ class _Leader:
         return _Attempt(self._mesh.me, number, {slot: ended[slot] for slot in parents}, parents)
 
     def _apart(self, slots: Iterable[int]) -> set[frozenset[int]]:
-        """Return the pairs that are not to exchange: neither reaches the other, or one has found a fault."""
+        """Return the pairs that are not to exchange: one does not reach the other, or refuses it."""
         peers = self._members.peers()
         reaches = {slot: {*peers[slot].status.reaches} for slot in slots if slot in peers}
         reaches[self._members.slot] = {slot for slot, peer in peers.items() if peer.reached}
-        return self._faults(peers) | {
+        return self._refusals(peers) | {
             frozenset((one, two))
             for one, two in combinations(reaches, 2)
-            if one not in reaches[two] and two not in reaches[one]
+            if one not in reaches[two] or two not in reaches[one]
         }
 
-    def _faults(self, peers: Mapping[int, Peer]) -> set[frozenset[int]]:
-        """Return the pairs of which one side has found a fault with the other."""
-        found = {slot: {*peer.status.mean.missed, *peer.status.mean.refused} for slot, peer in peers.items()}
-        found[self._members.slot] = self._missed | self._refused
-        return {frozenset((slot, other)) for slot, others in found.items() for other in others}
+    def _refusals(self, peers: Mapping[int, Peer]) -> set[frozenset[int]]:
+        """Return the pairs of which one refuses the other."""
+        statuses = {slot: peer.status for slot, peer in peers.items()}
+        statuses[self._members.slot] = self._members.status
+        return {frozenset((slot, other)) for slot, one in statuses.items() for other in one.mean.refused}
 
     def _proposed(self, root: int) -> _Attempt | None:
         """Return an attempt of a root in which this replica has not taken part."""
         peer = self._members.peer(root)
-        if peer is None or self._tried[peer.member] >= _MOST_ATTEMPTS:
+        if peer is None or len(self._tried[peer.member]) >= _MOST_ATTEMPTS:
             return None
         mean, known = peer.status.mean, {member.slot: member for member in self._mesh.known()}
         members = {slot: known[slot] for slot in mean.members if slot in known}
         parents = dict(zip(mean.members, mean.parents, strict=False))
         attempt = _Attempt(peer.member, mean.attempt, members, parents)
         is_sound = (
-            mean.attempt > self._last.get(peer.member, 0)
+            mean.attempt > max(self._tried[peer.member], default=0)
             and members.get(self._members.slot) == self._mesh.me
             and mean.processes == _digest(members.values())
             and len(parents) == len(mean.members)
@@ -338,11 +334,12 @@ class _Leader:
         return attempt if is_sound else None
 
     def _publish(self, **changes: Any) -> None:
-        changes |= {"missed": sorted(self._missed), "refused": sorted(self._refused)}
         mean = replace(self._members.status.mean, **changes)
-        reaches = [slot for slot, peer in self._members.peers().items() if peer.reached]
-        if (mean, reaches) != (self._members.status.mean, self._members.status.reaches):
-            self._members.change(mean=mean, reaches=reaches)
+        if mean != self._members.status.mean:
+            self._members.change(mean=mean)
+
+    def _refuse(self, slot: int) -> None:
+        self._publish(refused=sorted({*self._members.status.mean.refused, slot}))
 
     # An attempt
 
@@ -358,7 +355,7 @@ class _Leader:
             for child in attempt.children(slot):
                 with self._naming(child):
                     fetch = mesh.begin(attempt.members[child], f"{attempt.base}done/{child}")
-                    mesh.result(fetch, self._patience(child), self._why_over)
+                    mesh.result(fetch, self._patience(child))
             if slot == attempt.root.slot and self._why_over():
                 raise _FailedError
             if slot != attempt.root.slot:
@@ -366,7 +363,6 @@ class _Leader:
                 self._wait_for_word()
             self._publish(final=str(attempt))
         except (_FailedError, LostError, UnequalError):
-            self._publish()
             mesh.wait(lambda: False, mesh.clock() + _AGAIN_SECONDS)
             return []
         finally:
@@ -390,7 +386,7 @@ class _Leader:
         def check(other: int, mean: Tensor, vector: Tensor) -> None:
             distances[other] += float((mean - vector).square().sum())  # type: ignore[assignment]
             if not is_plausible(distances[other], squared_norm):
-                self._refused.add(other)
+                self._refuse(other)
                 raise _FailedError
 
         for at in range(len(buckets) + ahead):
@@ -425,8 +421,7 @@ class _Leader:
 
     def _pieces(self, giver: int, name: str, number: int) -> Iterator[Blob]:
         names = (f"{self._attempt.base}{name}{at}" for at in range(number))
-        member, patience = self._attempt.members[giver], self._patience(giver)
-        return self._mesh.fetch_all(member, names, _AHEAD, patience, True, self._why_over)
+        return self._mesh.fetch_all(names, _AHEAD, self._patience(giver), is_sent=True)
 
     def _offer(self, name: str, bucket: Tensor, to: int) -> None:
         self.bytes_sent += bucket.nbytes
@@ -437,7 +432,8 @@ class _Leader:
         attempt, own = self._attempt, self._members.slot
         is_child = attempt.parents[other] == own
         levels = attempt.depth(other) if is_child else attempt.depth(attempt.root.slot) + attempt.level(own)
-        return Patience(self._mesh, attempt.members[other], seconds=(1 + levels) * _STILL_SECONDS)
+        seconds = (1 + levels) * _STILL_SECONDS
+        return Patience(self._mesh, attempt.members[other], seconds=seconds, why_not=self._why_over)
 
     def _wait_for_word(self) -> None:
         """Wait until the root has decided, or is gone and nobody has heard that it did. Raises _FailedError."""
@@ -448,7 +444,7 @@ class _Leader:
             mesh.wait(self._is_final, mesh.clock() + _HEARSAY_SECONDS)
         if not self._is_final():
             if mesh.clock() >= until:
-                self._refused.add(root.slot)
+                self._refuse(root.slot)
             raise _FailedError
 
     def _is_final(self) -> bool:
@@ -474,29 +470,17 @@ class _Leader:
                 peers[attempt.root.slot].status.mean.attempt != attempt.number
             )
         edges = {frozenset(edge) for edge in attempt.parents.items()}
-        return "a member has found a fault" * bool(edges & self._faults(peers))
+        return "a member refuses another" * bool(edges & self._refusals(peers))
 
     @contextmanager
     def _naming(self, slot: int) -> Iterator[None]:
-        """Note the fault of a member with which something is exchanged.
-
-        It does not answer; or it answers and stands still, or sends what is no bucket.
-        """
+        """Refuse a member with which something is exchanged, if it is there and sends nothing, or no bucket."""
         try:
             yield
-        except UnequalError:
-            self._refused.add(slot)
+        except (UnequalError, StalledError):
+            if self._mesh.reaches(self._attempt.members[slot]):
+                self._refuse(slot)
             raise
-        except StalledError:
-            (self._refused if self._answers(slot) else self._missed).add(slot)
-            raise
-
-    def _answers(self, slot: int) -> bool:
-        peer = self._members.peer(slot)
-        try:
-            return peer is not None and not self._mesh.fetch(peer.member, "here", _ANSWER_SECONDS)
-        except LostError:
-            return False
 
 
 def _digest(members: Iterable[Member]) -> str:

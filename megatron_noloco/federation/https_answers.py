@@ -38,7 +38,6 @@ from megatron_noloco.federation.statuses import SignedStatus, object_in
 REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
 _POLL_SECONDS = 5.0
 _MOST_TAKEN = 4  # pieces of bulk at a time, of one member
-_REPLACED = "a later process has your slot"
 
 
 class Answers:
@@ -90,9 +89,13 @@ class Answers:
         if parts[2] != (run := f"{self._mesh.statuses.run:016x}"):
             with suppress(ValueError):
                 theirs = object_in(request.headers.get(DIGESTS, "").encode())
-                self._mesh.warn(difference(self._mesh.statuses, self._digests, str(asker), theirs))
+                self._mesh.warn(
+                    difference(self._mesh.statuses, self._digests, str(asker), theirs), is_refusal=True
+                )
             content = {"run": run, "member": str(self._mesh.me), "digests": dict(self._digests)}
             return web.json_response(content, status=409)
+        if self._mesh.is_followed(asker):
+            return _refusal(410, "a later process has your slot")
         is_get = request.method == "GET"
         if parts[3:] == ["status"] and is_get:
             return self._tell()
@@ -106,10 +109,6 @@ class Answers:
         if own != str(self._mesh.me):
             return _refusal(410, "another process has this slot now")
         return await (self._give(request, asker, name) if is_get else self._get(request, asker, name))
-
-    def _is_replaced(self, asker: Member) -> bool:
-        latest = self._links.peers.get(asker.slot)
-        return latest is not None and latest.member > asker
 
     # Statuses
 
@@ -135,7 +134,7 @@ class Answers:
         if self._mesh.statuses.own is None:
             return _refusal(503, "not ready yet")
         if peer is None or peer.signed.status.has_left:
-            return _refusal(410, _REPLACED)
+            return _refusal(410, "a later process has your slot, or you have left")
         if not self._links.open(peer, link):
             return _refusal(403, "there is a link already")
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -155,8 +154,6 @@ class Answers:
 
     async def _give(self, request: web.BaseRequest, taker: Member, name: str) -> web.StreamResponse:
         """Answer with a piece, once it is offered."""
-        if self._is_replaced(taker):
-            return _refusal(410, _REPLACED)
         wish = self._mesh.offers.wish(name, taker)
         if wish.cancelled():
             return _refusal(503, "too many requests wait; ask again")
@@ -175,11 +172,6 @@ class Answers:
 
     async def _get(self, request: web.BaseRequest, giver: Member, name: str) -> web.StreamResponse:
         """Take a piece that is brought."""
-        peer = self._links.peer_of(giver)
-        if peer is None or peer.signed.status.has_left:
-            latest = self._links.peers.get(giver.slot)
-            is_over = latest is not None and latest.member >= giver
-            return _refusal(410 if is_over else 403, "no member that is there")
         if not self._mesh.awaits(giver, name):
             return _refusal(410, "nobody waits for it")
         if (reason := request.headers.get(REFUSED)) is not None:
@@ -190,8 +182,8 @@ class Answers:
             return _refusal(413, f"a piece has at most {MOST_PIECE_BYTES} bytes, and says how many")
 
         def note() -> None:
-            if self._links.peer_of(giver) is not peer:
-                raise ConnectionError("a later process has the slot")
+            if not self._mesh.may_come(giver):
+                raise ConnectionError("the giver has left")
             self._mesh.note_bytes(giver)
 
         async with self._taking[giver.slot] if size > BULK_BYTES else nullcontext():

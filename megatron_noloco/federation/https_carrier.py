@@ -250,7 +250,7 @@ class HttpsCarrier(Carrier):
         try:
             await self._hold(link, peer.slot, addresses[peer.tries % len(addresses)])
         except RefusalError as error:
-            self.mesh.warn(str(error))
+            self.mesh.warn(str(error), is_refusal=True)
         except (ValueError, *CONNECTION_ERRORS) as error:
             has_ended = getattr(error, "errno", None) == errno.ECONNREFUSED
             if has_ended or isinstance(error, aiohttp.ClientConnectorCertificateError):

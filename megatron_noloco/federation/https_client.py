@@ -197,7 +197,7 @@ class Seeds:
                     return
                 except RefusalError as error:
                     self._has_answers = True
-                    self._links.mesh.warn(str(error))
+                    self._links.mesh.warn(str(error), is_refusal=True)
                     await asyncio.sleep(RARE_SECONDS)
                 except CONNECTION_ERRORS as error:
                     since, _ = self._unanswered.get(address, (time.monotonic(), ""))

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.compatibility import REFUSED, differences, refusal
+from megatron_noloco.federation.compatibility import differences, refusal
 from megatron_noloco.federation.mesh import Member, Mesh
 from megatron_noloco.federation.statuses import KEPT_ROUNDS, LONGEST_ROW, MOST_ROWS, PeerStatus, Phase
 
@@ -62,23 +62,19 @@ class Members:
         stopped: returns whether this job was asked to stop.
 
     Attributes:
-        run: number of the run.
         step: local steps of the state that this replica can give; published with the next change, or soon.
-        refusal: why another job was refused, or has refused this one; "" if none was.
-        failure: why this process can go on no more.
     """
 
     def __init__(self, mesh: Mesh, status: PeerStatus, stopped: Callable[[], bool] = lambda: False) -> None:
         self.mesh, self.slot, self.status = mesh, mesh.me.slot, status
-        self.run, self.step, self.refusal = 0, 0, ""
-        self.failure: BaseException | None = None
+        self.step = 0
         self._stopped, self._leaves_at = stopped, -float("inf")
         self._lock = threading.RLock()
         self._rows, self._published = deque[tuple[int, str]](maxlen=MOST_ROWS), 0.0
         self._row_number, self._has_rows = 0, False
-        self._came, self._taken = deque[tuple[int, str]](maxlen=256), dict[Member, int]()
+        self._came = deque[tuple[int, str]](maxlen=256)
+        self._taken = dict[int, tuple[Member, int]]()  # the last row of each slot
         self._attendance, self._closed = Attendance(), False
-        mesh.tell_user(self._take_warning)
         self.change()
 
     # What this replica publishes
@@ -114,6 +110,12 @@ class Members:
     def go_on(self, begun: int, phase: Phase = "training", **changes: Any) -> None:
         """Publish that this replica has no part in rounds up to this, but for rounds under way."""
         self.change(begun=max(self.status.begun, begun), phase=phase, **changes)
+
+    def publish_reached(self) -> None:
+        """Publish with whom this replica can exchange, if that has changed."""
+        reaches = [slot for slot, peer in self.peers().items() if peer.reached]
+        if reaches != self.status.reaches:
+            self.change(reaches=reaches)
 
     def publish_row(self, row: Mapping[str, Any]) -> None:
         """Publish a row of this replica's metrics within some seconds, unless it is too long.
@@ -182,19 +184,19 @@ class Members:
         own = self.status
         names = differences(own.digests, status.digests) if status.kind == own.kind else ""
         if names:
-            self.warn(refusal(member.slot, self.slot, names))
+            self.mesh.warn(refusal(member.slot, self.slot, names), is_refusal=True)
             return False
         if own.batch and status.batch and own.batch != status.batch:  # no number of a run shows it
-            self.warn(
+            self.mesh.warn(
                 f"replica {member.slot} has {status.batch} samples in a local step, this replica {own.batch}; in "
                 "a mean both count the same"
             )
         with self._lock:
-            taken = self._taken.get(member, 0)
-            new = [(number, text) for number, text in status.rows if number > taken]
-            if new:
-                self._came.extend((member.slot, text) for _, text in new)
-                self._taken[member] = max(number for number, _ in new)
+            last = self._taken.get(member.slot, (member, 0))
+            for number, text in status.rows:
+                if (member, number) > last:
+                    last = self._taken[member.slot] = member, number
+                    self._came.append((member.slot, text))
         return True
 
     # To stop, and to fail
@@ -225,19 +227,16 @@ class Members:
                     f"the thread that exchanges with other replicas has failed: {carrier.failure!r}; started "
                     "again, this job continues from its newest checkpoint"
                 ) from carrier.failure
-        known = self.mesh.known()  # also who is gone by now: the others take this process for an earlier one
-        if self.failure is None and any(other.slot == self.slot and other > self.mesh.me for other in known):
-            self.failure = UserError(
+        if self.mesh.is_followed(self.mesh.me):  # also if that process is gone by now
+            raise UserError(
                 f"another process of replica {self.slot} has begun, and the others exchange with it: does another "
                 "job have the same --replica? This job ends; started again, it goes on from its newest checkpoint"
             )
-        if self.failure is None and time.time() > self.mesh.statuses.identity.ends:
-            self.failure = UserError(
+        if time.time() > self.mesh.statuses.identity.ends:
+            raise UserError(
                 f"the member file of replica {self.slot} has ended, and the others exchange with it no more; ask "
                 f"for a new invitation (`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it"
             )
-        if self.failure is not None:
-            raise self.failure
 
     def wait(self, condition: Callable[[], object], seconds: float) -> bool:
         """Wait until a condition holds; return False when time is up, or this job is to stop."""
@@ -252,32 +251,15 @@ class Members:
 
     # Lines
 
-    def warn(self, line: str) -> None:
-        """Write a line, which may quote others, to stderr, once; no more after many."""
-        self.mesh.warn(line)
-
-    def _take_warning(self, line: str) -> None:
-        if line.startswith(REFUSED):
-            self.refusal = self.refusal or line
-        self.note(line)
-
-    def note(self, line: str) -> None:
-        """Write a line to stderr, if it is still open."""
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"replica {self.slot}: {line}\n")
-
     def watch(self) -> None:
         """Write lines on who comes and leaves, and publish rows that are due, until `close`; in a thread."""
         while not self._closed:
             for line in self._attendance.changes(self.peers()):
-                self.note(line)
+                write_line(self.slot, line)
             has_news = self._has_rows or self.step != self.status.step
             if has_news and self.mesh.clock() > self._published + _SOON_SECONDS:
                 self.change()
-            self._forget(self.mesh.known())
             self._warn_of_end()
-            with suppress(BaseException):
-                self.check()
             time.sleep(_LOOK_SECONDS)
 
     def _warn_of_end(self) -> None:
@@ -285,16 +267,16 @@ class Members:
         ends = self.mesh.statuses.identity.ends
         if ends < time.time() + _LAST_SECONDS:
             date = datetime.fromtimestamp(ends, UTC)
-            self.warn(
+            self.mesh.warn(
                 f"the member file ends on {date:%Y-%m-%d %H:%M} UTC, and this job with it: ask for a new "
                 f"invitation (`megatron-noloco invite CONFIG --slot {self.slot}`), and join with it"
             )
 
-    def _forget(self, known: Collection[Member]) -> None:
-        """Forget what members have sent that are not the latest of their slot."""
-        self.mesh.forget(lambda member: member not in known)
-        with self._lock:
-            self._taken = {member: number for member, number in self._taken.items() if member in known}
+
+def write_line(slot: int, line: str) -> None:
+    """Write a line of a replica to stderr, if it is still open."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"replica {slot}: {line}\n")
 
 
 class Attendance:

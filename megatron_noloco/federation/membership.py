@@ -114,7 +114,9 @@ class Membership:
             return any(status.begun >= 0 and not status.has_left for status in there)
 
         now.part("looking for another replica")
-        return computed_by_rank_0(lambda: self._wait_until(is_there, TOGETHER_SECONDS))
+        return computed_by_rank_0(
+            lambda: self.leader.wait(is_there, TOGETHER_SECONDS) or self.leader.is_leaving
+        )
 
     def _wait_for_others(self, done: int) -> tuple[bool, str]:
         """Wait for others at the start; return whether enough came, and why no other can."""
@@ -128,22 +130,18 @@ class Membership:
         def can_start() -> bool:  # or some are past their first round
             return are_there(others) or any(status.begun > 0 for status in members.present().values())
 
-        self._wait_until(lambda: are_there(max(1, others)), FIRST_SECONDS)
-        if members.refusal and not members.peers() and not done:
-            return False, members.refusal
-        came = self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS)
+        members.wait(lambda: are_there(max(1, others)), FIRST_SECONDS)
+        if (refusal := members.mesh.refusal) and not members.peers() and not done:
+            return False, refusal
+        came = members.wait(can_start, TOGETHER_SECONDS if done else START_SECONDS)
 
         def are_reached() -> bool:  # or can never be; others know of a job before this one has a link to it
             is_hidden = members.status.hidden
             peers = (peer for peer in members.peers().values() if peer.present)
             return all(peer.reached or (is_hidden and peer.status.hidden) for peer in peers)
 
-        self._wait_until(are_reached, FIRST_SECONDS)
-        return came or done > 0, ""
-
-    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, or this job is to stop; return False when time is up."""
-        return self.leader.wait(condition, seconds) or self.leader.is_leaving
+        members.wait(are_reached, FIRST_SECONDS)
+        return came or members.is_leaving or done > 0, ""
 
     @property
     def leader(self) -> Members:

@@ -245,9 +245,11 @@ class Patience:
     Args:
         begin_by: returns when the giver must have begun; None: its first piece is awaited as the others.
         end_by: returns when the whole must be over.
+        absent_seconds: for which the giver may be away.
+        why_not: says why no piece will ever come; "" while one may.
 
     Attributes:
-        has_begun: whether a piece has come.
+        began: when the first piece has come; inf: none has.
         since: when the wait for a piece has begun.
     """
 
@@ -257,18 +259,34 @@ class Patience:
         giver: Member,
         begin_by: Callable[[], float] | None = None,
         end_by: Callable[[], float] = lambda: math.inf,
+        *,
         seconds: float = PATIENCE_SECONDS,
+        absent_seconds: float = 0.0,
+        why_not: Callable[[], str] = lambda: "",
     ) -> None:
-        self._mesh, self._giver, self.seconds = mesh, giver, seconds
-        self._begin_by, self._end_by = begin_by, end_by
-        self.has_begun, self.since = False, mesh.clock()
+        self._mesh, self.giver, self.seconds, self._absent_seconds = mesh, giver, seconds, absent_seconds
+        self._begin_by, self._end_by, self._why_not = begin_by, end_by, why_not
+        self.began = math.inf
+        self.since = self._seen = mesh.clock()
 
     def until(self) -> float:
         """Return when to give up, on the clock of the mesh."""
-        if self._begin_by is not None and not self.has_begun:
+        if not self._mesh.reaches(self.giver):
+            return min(self._seen + self._absent_seconds, self._end_by())
+        if self._begin_by is not None and self.began == math.inf:
             return min(self._begin_by(), self._end_by())
-        moved = max(self.since, self._mesh.moved.get(self._giver, -math.inf))
+        moved = max(self.since, self._mesh.moved.get(self.giver.slot, -math.inf))
         return min(moved + self.seconds, self._end_by())
+
+    def check(self) -> None:
+        """Raise StalledError or RefusedError when it is time to give up."""
+        if reason := self._why_not():
+            raise RefusedError(reason)
+        now, is_there = self._mesh.clock(), self._mesh.reaches(self.giver)
+        if is_there:
+            self._seen = now
+        if now >= self.until() or not (is_there or self._mesh.may_come(self.giver)):
+            raise StalledError("sends nothing" if is_there else "is not there any more")
 
 
 class Mesh:
@@ -277,20 +295,23 @@ class Mesh:
     Args:
         statuses: of this member, and of others.
         carriers: the first that reaches a member carries what is exchanged with it.
+        tell: is called with lines for the user, each once.
 
     Attributes:
-        moved: when bytes of pieces have come or gone last, by the other member, on `clock`.
+        moved: when bytes of pieces have come or gone last, by the slot of the other member, on `clock`.
+        refusal: the first line on a job of another run; "" if there was none.
     """
 
-    def __init__(self, statuses: Statuses, carriers: Sequence[Carrier]) -> None:
+    def __init__(
+        self, statuses: Statuses, carriers: Sequence[Carrier], tell: Callable[[str], object]
+    ) -> None:
         self.me, self.statuses = statuses.me, statuses
         self.offers, self.carriers = Offers(self.wake), carriers
-        self.moved: dict[Member, float] = {}
+        self.moved: dict[int, float] = {}
+        self.refusal = ""
         self._fetches = dict[tuple[Member, str], list[Fetch]]()
         self._changed, self._changes = threading.Condition(), 0
-        self._warnings = dict[str, None]()
-        self._tell: Callable[[str], object] = lambda line: None
-        self.offers.offer("here", Piece(b"", None))  # asks whether a member answers
+        self._tell, self._told = tell, set[str]()
         with ExitStack() as started:
             for carrier in carriers:
                 carrier.start(self)
@@ -325,6 +346,11 @@ class Mesh:
     def reaches(self, member: Member) -> bool:
         """Return whether pieces pass between this member and another that is there."""
         return self._carrier_of(member) is not None
+
+    def is_followed(self, member: Member) -> bool:
+        """Return whether a later process has the slot of a member."""
+        signed = self.statuses.of(member.slot)
+        return signed is not None and signed.member > member
 
     def may_come(self, member: Member) -> bool:
         """Return whether another member may be there: it has not left, and no later process has its slot."""
@@ -372,80 +398,51 @@ class Mesh:
             fetch.carrier = carrier
             carrier.ask(fetch)
 
-    def result(
-        self,
-        fetch: Fetch,
-        until: float | Patience,
-        why_not: Callable[[], str] = lambda: "",
-    ) -> Blob:
-        """Wait for a piece.
-
-        Args:
-            until: when to give up, on `clock`.
-            why_not: says why the piece will never come; "" while it may.
-
-        Raises StalledError, RefusedError.
-        """
-        error: LostError | None = None
-
-        def limit() -> float:
-            return until.until() if isinstance(until, Patience) else until
-
-        if isinstance(until, Patience):
-            until.since = self.clock()
-
-        def is_over() -> bool:
-            nonlocal error
-            if reason := why_not():
-                error = RefusedError(reason)
-            elif not self.reaches(fetch.giver):
-                error = StalledError("is not there any more")
-            return fetch.outcome is not None or error is not None
-
+    def result(self, fetch: Fetch, patience: Patience) -> Blob:
+        """Wait for a piece. Raises StalledError, RefusedError."""
+        patience.since = self.clock()
         try:
-            while not is_over():
-                if self.clock() >= (stop := limit()):
-                    error = StalledError("sends nothing")
-                    break
-                self.wait(lambda stop=stop: is_over() or limit() < stop, stop)  # type: ignore[misc]
-            if fetch.outcome is None and error is not None:
-                raise error
+            while fetch.outcome is None:
+                patience.check()
+                stop = patience.until()
+
+                def is_over(stop: float = stop) -> bool:
+                    if fetch.outcome is None:
+                        patience.check()
+                    return fetch.outcome is not None or patience.until() < stop
+
+                self.wait(is_over, stop)
         except BaseException:
             self.cancel(fetch)
             raise
-        if isinstance(until, Patience):
-            until.has_begun = True
-        assert fetch.outcome is not None
+        patience.began = min(patience.began, self.clock())
         if isinstance(fetch.outcome, LostError):
             raise fetch.outcome
         return fetch.outcome
 
     def fetch(self, giver: Member, name: str, seconds: float = PATIENCE_SECONDS) -> Blob:
         """Return a small piece. Raises StalledError, RefusedError."""
-        return self.result(self.begin(giver, name), self.clock() + seconds)
+        until = self.clock() + seconds
+        return self.result(
+            self.begin(giver, name), Patience(self, giver, end_by=lambda: until, seconds=seconds)
+        )
 
     def fetch_all(
-        self,
-        giver: Member,
-        names: Iterable[str],
-        window: int,
-        patience: Patience,
-        is_sent: bool = False,
-        why_not: Callable[[], str] = lambda: "",
+        self, names: Iterable[str], window: int, patience: Patience, is_sent: bool = False
     ) -> Iterator[Blob]:
         """Yield large pieces in order, of which so many are asked for at a time. Raises as `result`."""
         left, under_way = iter(names), deque[Fetch]()
 
         def fill() -> None:
             under_way.extend(
-                self.begin(giver, name, is_sent, is_large=True)
+                self.begin(patience.giver, name, is_sent, is_large=True)
                 for name in itertools.islice(left, window - len(under_way))
             )
 
         try:
             fill()
             while under_way:
-                blob = self.result(under_way[0], patience, why_not)
+                blob = self.result(under_way[0], patience)
                 under_way.popleft()
                 fill()
                 yield blob
@@ -492,29 +489,24 @@ class Mesh:
             fetches = self._fetches.pop((giver, name), [])
         self._end(fetches, RefusedError(outside(reason)))
 
-    def warn(self, line: str) -> None:
-        """Tell the user a line, which may quote others: once, and not too many."""
+    def warn(self, line: str, is_refusal: bool = False) -> None:
+        """Tell the user a line, which may quote others: once, and not too many.
+
+        Args:
+            is_refusal: whether it says why a job and this one refuse each other.
+        """
         line = outside(line)
         with self._changed:
-            if line in self._warnings or len(self._warnings) >= _MOST_WARNINGS:
+            if line in self._told or len(self._told) >= _MOST_WARNINGS:
                 return
-            self._warnings[line] = None
+            self._told.add(line)
+            if is_refusal and not self.refusal:
+                self.refusal = line
         self._tell(line)
-
-    def tell_user(self, tell: Callable[[str], object]) -> None:
-        """Have lines of `warn` told, and the earlier ones now."""
-        self._tell = tell
-        for line in list(self._warnings):
-            tell(line)
 
     def note_bytes(self, other: Member) -> None:
         """Note that bytes of a piece have come from a member, or gone to it."""
-        self.moved[other] = self.clock()
-
-    def forget(self, gone: Callable[[Member], bool]) -> None:
-        """Forget when bytes of members have moved that are not there any more."""
-        for giver in [giver for giver in list(self.moved) if gone(giver)]:
-            self.moved.pop(giver, None)
+        self.moved[other.slot] = self.clock()
 
     def follow_members(self) -> None:
         """Ask for what is awaited over the carriers that reach its givers by now; wake waiting threads."""

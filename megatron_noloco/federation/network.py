@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.members import Members, write_line
 from megatron_noloco.federation.mesh import Carrier, Member, Mesh
 from megatron_noloco.federation.statuses import PeerStatus, Statuses, is_address, split_address
 from megatron_noloco.federation.store import Store
@@ -69,14 +70,12 @@ class Network:
         incarnation = time.time_ns()
         while True:
             members = self._open(Member(slot, incarnation), stopped)
-            later = [
-                one.incarnation for one in members.mesh.known() if one.slot == slot and one > members.mesh.me
-            ]
-            if not later or any(one.slot == slot and one > members.mesh.me for one in members.mesh.members()):
+            mesh, later = members.mesh, members.mesh.statuses.of(slot)
+            if later is None or later.member in mesh.members():
                 threading.Thread(target=members.watch, name="noloco-members", daemon=True).start()
                 return members
             members.close()  # the clock of an earlier process was ahead
-            incarnation = max(later) + 1
+            incarnation = later.member.incarnation + 1
 
     def _open(self, me: Member, stopped: Callable[[], bool]) -> Members:
         identity = self.keys.identity(me.slot)
@@ -87,7 +86,7 @@ class Network:
             carriers: list[Carrier] = [HttpsCarrier(self.digests, listener, self.seeds)]
             if self.folder is not None:
                 carriers.append(FolderCarrier(self.folder, self.digests))
-            mesh = Mesh(Statuses(self.run, me, identity), carriers)
+            mesh = Mesh(Statuses(self.run, me, identity), carriers, partial(write_line, me.slot))
             opened.pop_all()
         addresses = self._addresses(listener)
         name = socket.gethostname()
@@ -98,7 +97,6 @@ class Network:
             )
         is_hidden = not addresses and self.folder is None
         members = Members(mesh, replace(self.first, addresses=addresses, hidden=is_hidden), stopped)
-        members.run = self.run
         limit = mesh.clock() + _FIRST_SECONDS * bool(self.seeds)
         mesh.wait(lambda: any(one != me for one in mesh.known()), limit)
         return members

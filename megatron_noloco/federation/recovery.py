@@ -28,15 +28,7 @@ from pydantic.dataclasses import dataclass
 from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.members import Members
-from megatron_noloco.federation.mesh import (
-    Blob,
-    Fetch,
-    LostError,
-    Member,
-    Patience,
-    StalledError,
-    in_thread,
-)
+from megatron_noloco.federation.mesh import Blob, Fetch, LostError, Member, Patience, in_thread
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.states import (
     NotTakenError,
@@ -341,21 +333,19 @@ class States:
     def _fetch(self, giver: Member, base: str, number: int) -> Iterator[Blob]:
         """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on."""
         assert self._members is not None
-        mesh, why_not = self._members.mesh, self._members.why_stopped
-        at, came = 0, mesh.clock()
-        patience = Patience(mesh, giver, end_by=lambda: came + _PIECE_SECONDS)
-        while at < number:
-            names = (f"{base}{name}" for name in range(at, number))
-            try:
-                for piece in mesh.fetch_all(giver, names, _WINDOW, patience, why_not=why_not):
-                    at, came = at + 1, mesh.clock()
-                    yield piece
-                    came = mesh.clock()
-            except StalledError:
-                if mesh.clock() >= came + _PIECE_SECONDS:
-                    raise StalledError("it comes too slowly") from None
-                if not self._are_back([giver]):
-                    raise
+        mesh = self._members.mesh
+        came = mesh.clock()
+        patience = Patience(
+            mesh,
+            giver,
+            end_by=lambda: came + _PIECE_SECONDS,
+            seconds=_PIECE_SECONDS,
+            absent_seconds=_BACK_SECONDS,
+            why_not=self._members.why_stopped,
+        )
+        for piece in mesh.fetch_all((f"{base}{at}" for at in range(number)), _WINDOW, patience):
+            yield piece
+            came = mesh.clock()
 
     def _are_back(self, givers: Sequence[Member]) -> bool:
         """Wait until one of some givers is reached again; return whether one is."""

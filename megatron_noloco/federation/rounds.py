@@ -33,7 +33,7 @@ verdict before.
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -137,9 +137,7 @@ class _Doubt:
             return bytes(outcome) == _YES
         if isinstance(outcome, RefusedError):  # the partner has forgotten
             return False
-        slot, known = self.partner.slot, self._mesh.known()
-        is_followed = any(other.slot == slot and other > self.partner for other in known)
-        if is_followed or self._mesh.clock() >= self._since + _DOUBT_SECONDS:
+        if self._mesh.is_followed(self.partner) or self._mesh.clock() >= self._since + _DOUBT_SECONDS:
             return False
         return None
 
@@ -343,7 +341,7 @@ class _Round:
         self._members, self._partners = partners.members, partners
         self._mesh = self._members.mesh
         self._partner = next(member for member in self._mesh.known() if member.slot == partner)
-        self._waits_since = self._begin_by = self._end_by = self._began = math.inf
+        self._waits_since = self._begin_by = self._end_by = math.inf
         self._coding = Coding(replica.pairing.noloco.payload_bits, number, transfer.movement.exact)
         self._members.begin_round(number, partner)
 
@@ -359,15 +357,18 @@ class _Round:
         """Run the round to its end."""
         mesh, name = self._mesh, f"round/{self._number}/"
         decides, has_mean, failure, error = mesh.me < self._partner, False, "", None
-        patience = Patience(mesh, self._partner, lambda: self._begin_by, lambda: self._end_by)
         word = mesh.begin(self._partner, name + ("done" if decides else "verdict"), is_sent=True)
 
         def why_not() -> str:
             if isinstance(word.outcome, Blob) and bytes(word.outcome) != _YES:
                 return outside(bytes(word.outcome[:_MOST_WORD_BYTES]).decode(errors="replace"))
-            if not patience.has_begun and self._is_past():
+            if patience.began == math.inf and self._is_past():
                 return NO_PART
             return self._members.why_stopped()
+
+        patience = Patience(
+            mesh, self._partner, lambda: self._begin_by, lambda: self._end_by, why_not=why_not
+        )
 
         def hear(counts: bool | None, seconds: float = 0.0) -> bool | None:
             """Return what the partner's word says of the round: `counts` while no word has come.
@@ -381,15 +382,16 @@ class _Round:
             def why_stopped() -> str:
                 return self._members.why_stopped() if mesh.clock() >= until else ""
 
+            for_word = Patience(mesh, self._partner, end_by=lambda: self._end_by, why_not=why_stopped)
             try:
-                counts = bytes(mesh.result(word, patience, why_stopped)) == _YES
+                counts = bytes(mesh.result(word, for_word)) == _YES
                 failure = "" if counts else why_not()
             except LostError as lost:
                 failure = str(lost)
             return counts
 
         try:
-            squared_norm = self._swap(name, patience, why_not)
+            squared_norm = self._swap(name, patience)
             check_plausible(math.sqrt(squared_norm), self.report)
             has_mean = True
         except (LostError, UnequalError, ImplausibleError) as caught:
@@ -409,15 +411,15 @@ class _Round:
             self._replica.ledger.doubts.append(_Doubt(mesh, self._number, self._partner))
         self._members.end_round(self._number)
         seconds = time.perf_counter() - self.report.started
-        waited = min(self._began, mesh.clock()) - self._waits_since
+        waited = min(patience.began, mesh.clock()) - self._waits_since
         wait_seconds = max(0.0, waited) if math.isfinite(waited) else 0.0
         if counts:
             return _Outcome(True, wait_seconds=wait_seconds, seconds=seconds)
-        self._avoid(error)
+        self._avoid(error, patience)
         why = f"{':' * (failure == STOPPED)} {failure or 'skipped the round'}"
         return _Outcome(False, why, counts is None, wait_seconds, seconds)
 
-    def _swap(self, name: str, patience: Patience, why_not: Callable[[], str]) -> float:
+    def _swap(self, name: str, patience: Patience) -> float:
         """Hand out the mean, bucket by bucket; return the squared norm of the own vector.
 
         Both sides send in one order: phase 0 of bucket t, phase 1 of bucket t - ahead, and so on. What a phase
@@ -462,8 +464,7 @@ class _Round:
             for at, phase in _order(len(buckets), self._coding.phases, ahead):
                 piece: Blob = b""
                 if (fetch := fetches.pop((at, phase), None)) is not None:
-                    piece = mesh.result(fetch, patience, why_not)
-                    self._began = min(self._began, mesh.clock())
+                    piece = mesh.result(fetch, patience)
                 phases, mean, report = running[at]
                 try:
                     offer(at, phase + 1, phases.send(piece))
@@ -496,10 +497,10 @@ class _Round:
         peer = self._members.peer(self._partner.slot)
         return peer is not None and peer.status.is_without(self._members.slot, self._number)
 
-    def _avoid(self, error: Exception | None) -> None:
+    def _avoid(self, error: Exception | None, patience: Patience) -> None:
         if isinstance(error, ImplausibleError) and not error.is_ours:
             self._partners.avoid(self._partner.slot, _AVOIDED_ROUNDS, str(error))
-        elif self._began == math.inf and self._mesh.clock() >= self._begin_by:
+        elif patience.began == math.inf and self._mesh.clock() >= self._begin_by:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
 
 

@@ -86,7 +86,6 @@ class FinalStatus:
         members: of this attempt: slots.
         processes: a digest of which processes of these slots are members.
         parents: of these in the tree; -1 for the root.
-        missed: slots that it does not reach.
         refused: slots that have sent it numbers that must not be used, or nothing.
         final: "ROOT/NUMBER" of the attempt whose mean it uses; "": none.
     """
@@ -99,7 +98,6 @@ class FinalStatus:
     parents: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_SLOTS)]], Field(max_length=MOST_SLOTS)] = (
         field(default_factory=list)
     )
-    missed: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     refused: Annotated[list[Slot], Field(max_length=MOST_SLOTS)] = field(default_factory=list)
     final: Text = ""
 

@@ -5,12 +5,11 @@ member needs. The slots that were given away are in a record beside the key file
 until their invitations end.
 """
 
-import base64
 import fcntl
 import json
 import re
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from pydantic.dataclasses import dataclass
 
 from megatron_noloco import __version__
-from megatron_noloco.data.tokenizer import KEPT
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.statuses import is_address, object_in
 from megatron_noloco.files import outside
@@ -38,11 +36,6 @@ def _checked_address(text: str) -> str:
     return text
 
 
-def _checked_base64(text: str) -> str:
-    base64.b64decode(text, validate=True)
-    return text
-
-
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Invitation:
     """What a newcomer gets.
@@ -55,7 +48,7 @@ class Invitation:
         config: the fields that all jobs share, see `config.agreed`.
         needs: what a newcomer must have itself: fields of the block `data`, any of which says what is read, unless
             every machine has it; PRETRAINED where the run began with pretrained weights.
-        tokenizer: files in base64, by name; none for bytes.
+        tokenizer: see `Tokenizer.kept`.
     """
 
     slot: Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
@@ -68,13 +61,7 @@ class Invitation:
     needs: list[
         Literal["text", "data_path", "train_data_path", "valid_data_path", "sft_data_path", "pretrained"]
     ]
-    tokenizer: dict[
-        Annotated[str, Field(pattern=f"^{re.escape(KEPT)}$")], Annotated[str, AfterValidator(_checked_base64)]
-    ]
-
-    @property
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        return {name: base64.b64decode(content) for name, content in self.tokenizer.items()}
+    tokenizer: str
 
 
 _INVITATIONS = TypeAdapter(Invitation)

@@ -17,7 +17,7 @@ from megatron_noloco.federation.store import Store
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.files import outside
 from megatron_noloco.preflight.invitation import MOST_ADDRESSES, Invitation, can_name, reserve
-from megatron_noloco.preflight.newcomer import files_of, offered
+from megatron_noloco.preflight.newcomer import offered
 from megatron_noloco.settings import MOST_SLOTS, TCP
 
 _FIRST = 0  # slot of the machine that writes the config, which may not have started its job yet
@@ -89,7 +89,7 @@ def invite(
         addresses=_addresses(statuses, present),
         config=shared,
         needs=needs,
-        tokenizer=files_of(tokenizer),
+        tokenizer=tokenizer.kept,
     )
 
 
@@ -124,7 +124,9 @@ def _of_folder(
 ) -> tuple[Mapping[Member, PeerStatus], Collection[Member]]:
     """Return the jobs that have files in a folder, and those of them that are there. Raises UserError."""
     me = Member(VISITOR, time.time_ns())
-    mesh = Mesh(Statuses(network.run, me, identity), [FolderCarrier(folder, network.digests)])
+    mesh = Mesh(
+        Statuses(network.run, me, identity), [FolderCarrier(folder, network.digests)], lambda line: None
+    )
     try:
         mesh.wait(lambda: False, mesh.clock() + _LOOK_SECONDS)
         return {one: status for one, status in mesh.known().items() if one != me}, mesh.members()

@@ -1,6 +1,5 @@
 """What an invitation offers to a machine that joins, and the config that the machine writes."""
 
-import base64
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
-from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.data.tokenizer import KEPT
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
@@ -39,14 +38,6 @@ def offered(config: RunConfig) -> tuple[list[Any], dict[str, Any]]:
     shared |= {TRAIN: config.replica_batch, MICRO: config.micro_batch_size}
     needs = [name for name in SOURCES if getattr(config.data, name) not in (None, STANDARD_LIBRARY)]
     return needs + [PRETRAINED] * (config.training.pretrained is not None), shared
-
-
-def files_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the files of a tokenizer in base64, by name; none for bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.copy_to(kept := Path(folder) / "tokenizer")
-        paths = [path for path in sorted(kept.rglob("*")) if path.is_file()]
-        return {str(path.relative_to(kept)): base64.b64encode(path.read_bytes()).decode() for path in paths}
 
 
 class Local(NamedTuple):
@@ -160,10 +151,10 @@ def _write_job(invitation: Invitation, local: Local, folder: Path, tell: Callabl
         raw["data"].pop("text", None)
     for name, path in _data(invitation.needs, local).items():
         raw["data"][name] = _from_anywhere(path)
-    for name, content in invitation.tokenizer_files.items():
-        (copy := folder / "tokenizer" / name).parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(content)
-        raw["data"]["tokenizer_model"] = str(folder / "tokenizer")
+    if invitation.tokenizer:
+        (copy := folder / "tokenizer").mkdir()
+        write_text(copy / KEPT, invitation.tokenizer)
+        raw["data"]["tokenizer_model"] = str(copy)
     member_file = folder / "member.pem"
     write_private(member_file, invitation.member_file)
     raw["federation"]["key_file"] = str(member_file)

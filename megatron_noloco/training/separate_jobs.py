@@ -120,5 +120,5 @@ class OtherJobs:
         with suppress(OSError):
             keep_rows(self._folder, self._members.rows())
             if known.keys() != self._known.keys():
-                keep_addresses(self._folder, self._members.run, known, self._key_file)
+                keep_addresses(self._folder, self._members.mesh.statuses.run, known, self._key_file)
                 self._known = known

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_noloco.federation.keys import Identity
+from megatron_noloco.federation.members import write_line
 from megatron_noloco.federation.mesh import Carrier, Fetch, Member, Mesh, Piece, RefusedError
 from megatron_noloco.federation.statuses import PeerStatus, Statuses
 from tests.kit.ranks import federation_keys
@@ -95,13 +96,15 @@ class World:
     def sees(self, one: Member, other: Member) -> bool:
         if other in self.dead:
             return self.now < self.dead[other] + self.lease
-        begun, _ = self._cuts.get(frozenset((one, other)), (math.inf, 0.0))
         thirds = self.carriers.keys() - self.dead.keys() - {one, other}
-        return (
-            not self.is_cut(one, other)
-            or self.now < begun + self.lease
-            or any(not self.is_cut(one, third) and not self.is_cut(third, other) for third in thirds)
+        return self.are_linked(one, other) or (
+            any(not self.is_cut(one, third) and not self.is_cut(third, other) for third in thirds)
         )
+
+    def are_linked(self, one: Member, other: Member) -> bool:
+        """Return whether messages pass between two members, or did until the lease ago."""
+        begun, _ = self._cuts.get(frozenset((one, other)), (math.inf, 0.0))
+        return not self.is_cut(one, other) or self.now < begun + self.lease
 
     def send(
         self,
@@ -228,7 +231,8 @@ class MemoryCarrier(Carrier):
 
     def reaches(self, member: Member) -> bool:
         other = self._world.carriers.get(member)
-        return member in self.mesh.members() and other is not None and not (self.hidden and other.hidden)
+        is_able = other is not None and not (self.hidden and other.hidden)
+        return is_able and member in self.mesh.members() and self._world.are_linked(self.mesh.me, member)
 
     def ask(self, fetch: Fetch) -> None:
         world, me, giver, name = self._world, self.mesh.me, fetch.giver, fetch.name
@@ -288,7 +292,8 @@ class MemoryMesh(Mesh):
 
     def __init__(self, me: Member, hidden: bool, world: World) -> None:
         self.world = world
-        super().__init__(Statuses(1, me, _identity(me.slot)), [MemoryCarrier(world, hidden)])
+        statuses, carrier = Statuses(1, me, _identity(me.slot)), MemoryCarrier(world, hidden)
+        super().__init__(statuses, [carrier], partial(write_line, me.slot))
         self.publish(PeerStatus())
 
     def clock(self) -> float:

@@ -328,11 +328,11 @@ def test_jobs_of_one_run_that_differ_say_in_what(tmp_path: Path, capfd: pytest.C
     ]
     networks = [replace(through(tmp_path), first=first) for first in firsts]
     with replicas(*networks) as (one, other, third):
-        until(lambda: one.refusal and other.refusal)
-        assert one.refusal == "refused: replica 1 differs from replica 0 in data"
-        assert other.refusal == "refused: replica 0 differs from replica 1 in data"
+        until(lambda: one.mesh.refusal and other.mesh.refusal)
+        assert one.mesh.refusal == "refused: replica 1 differs from replica 0 in data"
+        assert other.mesh.refusal == "refused: replica 0 differs from replica 1 in data"
         until(lambda: {*third.present()} == {0, 1})
-        assert (third.refusal, {*one.present()}) == ("", {2})
+        assert (third.mesh.refusal, {*one.present()}) == ("", {2})
     assert capfd.readouterr().err.count("refused: replica 1 differs") == 1
 
 

@@ -41,7 +41,6 @@ from megatron_noloco.preflight.newcomer import (
     Local,
     check_local,
     check_member_file,
-    files_of,
     join_options,
     offered,
     proposed,
@@ -70,7 +69,7 @@ def invited(keys: Keys, **fields: Any) -> Invitation:
         "addresses": ["10.0.0.1:5000"],
         "config": {},
         "needs": [],
-        "tokenizer": {},
+        "tokenizer": "",
     }
     return Invitation(**defaults | fields)
 
@@ -81,8 +80,8 @@ def joined(folder: Path, content: dict[str, Any], **local: Any) -> tuple[RunConf
     content["federation"]["key_file"] = str(folder / "key")
     config = RunConfig(**content)
     needs, shared = offered(config)
-    files = files_of(build_tokenizer(config.data.tokenizer))
-    invitation = invited(keys, config=shared, needs=needs, tokenizer=files)
+    tokenizer = build_tokenizer(config.data.tokenizer).kept
+    invitation = invited(keys, config=shared, needs=needs, tokenizer=tokenizer)
     here = Local(folder / "joined", **{"data": {}} | local)
     path, _ = write_job(invitation_in(text_of(invitation)), here, lambda line: None)
     return config, load_config(path), needs
@@ -255,7 +254,7 @@ def test_jobs_that_share_a_folder_invite(
     assert place.invite() == 0
     network = network_for(load_config(place.path))
     statuses = Statuses(network.run, Member(1, time.time_ns()), place.keys.identity(1))
-    mesh = Mesh(statuses, [FolderCarrier(Store.of(shared), network.digests)])
+    mesh = Mesh(statuses, [FolderCarrier(Store.of(shared), network.digests)], print)
     try:
         mesh.publish(PeerStatus(addresses=["10.0.0.1:5000"]))
         assert place.invite("--slot", "1") == 2
@@ -285,7 +284,7 @@ def running(place: Place, slot: int, seeds: Sequence[str] = ()) -> Iterator[str]
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     identity = place.keys.identity(slot)
     statuses = Statuses(network.run, Member(slot, time.time_ns()), identity)
-    mesh = Mesh(statuses, [HttpsCarrier(network.digests, listener, seeds)])
+    mesh = Mesh(statuses, [HttpsCarrier(network.digests, listener, seeds)], print)
     try:
         mesh.publish(PeerStatus(addresses=[address]))
         assert mesh.wait(lambda: len(mesh.members()) > len(seeds), mesh.clock() + 60)
@@ -350,7 +349,7 @@ def test_a_join_that_fails_can_be_repeated(tmp_path: Path) -> None:
     keys = Keys.make(tmp_path / "key")
     local, wrong = Local(tmp_path / "joined", {"": str(tmp_path)}), deepcopy(raw())
     wrong["model"]["num_layers"] = 0
-    tokenizer = files_of(build_tokenizer(TokenizerChoice(str(write_tokenizer(tmp_path / "tokenizer")))))
+    tokenizer = build_tokenizer(TokenizerChoice(str(write_tokenizer(tmp_path / "tokenizer")))).kept
     for config in (wrong, raw()):
         check_local(["text"], local)
         invitation = invited(keys, config=config, needs=["text"], tokenizer=tokenizer)

@@ -41,7 +41,9 @@ class Others:
 
     def check(self) -> None: ...
 
-    def go_on(self, *told: Any, **changes: Any) -> None:
+    def publish_reached(self) -> None: ...
+
+    def go_on(self, *told: Any) -> None:
         self.told.append(told)
 
     def peers(self) -> dict[int, Peer]:

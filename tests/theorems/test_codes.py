@@ -56,7 +56,7 @@ def swapped(
         assert replica.partners is not None
         swap = _Round(replica, replica.partners, 1 - slot, number, leader, report)
         mesh = members[slot].mesh
-        squared_norm = swap._swap("r/", Patience(mesh, swap._partner), lambda: "")
+        squared_norm = swap._swap("r/", Patience(mesh, swap._partner))
         for transfer in transfers:
             transfer.wait()
         return Found(results, report, squared_norm)

@@ -199,7 +199,7 @@ def test_patience_counts_from_the_beginning_of_a_wait() -> None:
 
     def take() -> list[bytes]:
         patience, found = Patience(taker.mesh, giver.mesh.me), []
-        for piece in taker.mesh.fetch_all(giver.mesh.me, ["piece/0", "piece/1"], 1, patience, True):
+        for piece in taker.mesh.fetch_all(["piece/0", "piece/1"], 1, patience, True):
             found.append(bytes(piece))
             pause(taker.mesh, 20.0)
         return found
