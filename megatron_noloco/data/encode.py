@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
-from megatron_noloco.data.inputs import POINTERS, in_words, split_of, why_left_out
+from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -124,9 +124,9 @@ def files_to_read(
 
     Raises UserError for a file that was given itself.
     """
-    with_rows = {item.hub_repository for item in inputs if item.kind != "text"} - {None}
+    with_rows = {hub_repository_of(item.path) for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone or item.hub_repository in with_rows)
+        reason, advice = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
         if not reason:
             if split := split_of(item):
                 counts.splits[split] += 1
