@@ -1,14 +1,14 @@
 """Encode documents: text becomes sequences of tokens, with the tokens of begin and end. Count what is read."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
-from megatron_noloco.data.inputs import POINTERS, in_words, split_of, why_left_out
+from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -60,18 +60,15 @@ class Counts(Counter[str]):
         self.roles, self.splits = Counter[str](), Counter[str]()
 
     def count_texts(
-        self,
-        texts: list[str],
-        files: list[str],
-        tokenizer: Tokenizer,
-        from_template: bool = False,
+        self, pairs: list[tuple[str, str]], tokenizer: Tokenizer, from_template: bool = False
     ) -> None:
         """Count the special tokens that texts spell out, as what they are read, and the characters that are lost.
 
         Args:
-            files: the name of the file of each text.
+            pairs: texts, each with the name of its file.
             from_template: whether special tokens are these tokens in any case.
         """
+        texts = [text for text, _ in pairs]
         as_text = tokenizer.splits_special_tokens and not from_template
         spelled = "spelled_as_text" if as_text else "spelled_as_tokens"
         self[spelled] += sum(map(tokenizer.count_special, texts))
@@ -80,8 +77,7 @@ class Counts(Counter[str]):
         self["lost"] += lost.total()
         self.lost.update(lost)
         for character in lost.keys() - self.lost_in.keys():
-            holding = (file for text, file in zip(texts, files, strict=True) if character in text)
-            self.lost_in[character] = next(holding)
+            self.lost_in[character] = next(file for text, file in pairs if character in text)
 
     def facts(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks."""
@@ -128,9 +124,9 @@ def files_to_read(
 
     Raises UserError for a file that was given itself.
     """
-    with_rows = {item.hub_repository for item in inputs if item.kind != "text"} - {None}
+    with_rows = {hub_repository_of(item.path) for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone or item.hub_repository in with_rows)
+        reason, advice = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
         if not reason:
             if split := split_of(item):
                 counts.splits[split] += 1
@@ -177,9 +173,9 @@ def encode(
     none = tokenizer.encode("")
     begin = np.array(tokenizer.before_document, none.dtype)
     end = np.array([tokenizer.end_of_document] * append_eod, none.dtype)
-    for group in read_ahead(_groups(pieces)):
+    for group in read_ahead(in_groups(pieces, lambda piece: len(piece.text))):
+        counts.count_texts([(piece.text, piece.file) for piece in group], tokenizer)
         texts = [piece.text for piece in group]
-        counts.count_texts(texts, [piece.file for piece in group], tokenizer)
         # A single call of the tokenizer, which encodes on all cores.
         for piece, tokens in zip(group, tokenizer.encode_batch(texts), strict=True):
             if piece.begins and piece.ends and not len(tokens):
@@ -192,15 +188,15 @@ def encode(
             yield Sequence(sequence, piece.ends)
 
 
-def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces that are encoded at once."""
-    group, characters = list[Piece](), 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece.text) + 1  # so that empty documents count, too
-        if characters >= _CHARACTERS:
+def in_groups(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Group what is encoded at once, by its characters."""
+    group, total = list[Item](), 0
+    for item in items:
+        group.append(item)
+        total += characters(item) + 1  # so that empty documents count, too
+        if total >= _CHARACTERS:
             yield group
-            group, characters = [], 0
+            group, total = [], 0
     if group:
         yield group
 

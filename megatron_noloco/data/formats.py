@@ -69,13 +69,6 @@ class Input:
         return "jsonl" if unpacked_name(self.path).endswith(JSON_LINES) else "text"
 
     @property
-    def hub_repository(self) -> Path | None:
-        """The repository in a cache of the Hugging Face Hub that has the file; None: it is elsewhere."""
-        parents = self.path.absolute().parents
-        places = (path.parent for path in parents if path.name == "snapshots")
-        return next((place for place in places if (place / "blobs").is_dir()), None)
-
-    @property
     def status(self) -> os.stat_result:
         """Size and times of the file; of a link that leads nowhere, its own."""
         return self.path.stat(follow_symlinks=self.path.exists())

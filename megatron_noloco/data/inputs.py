@@ -49,8 +49,7 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
         if not given.is_dir():
             found.append(Input(given, None))
             continue
-        paths = _paths_below(given)
-        found += [Input(path, given) for path in paths if path.is_file() or not path.exists()]
+        found += [Input(path, given) for path in files_below(given)]
     best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
     chosen = {_identity(item.status): item for item in reversed(best_first)}
     return [item for item in dict.fromkeys(found) if chosen[_identity(item.status)] == item]
@@ -114,15 +113,26 @@ def _standard_library() -> list[Input]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = files_below(folder, _SKIPPED_FOLDERS)
-    return [Input(path, folder) for path in paths if path.suffix == ".py" and path.stat().st_size]
+    return [
+        Input(path, folder)
+        for path in paths
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size
+    ]
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders.
+    """Return the files below `folder`, and links to nowhere, by relative POSIX path.
 
-    Raises UserError for a folder that cannot be read.
+    Hidden files and `skipped` folders are left out. Raises UserError for a folder that cannot be read.
     """
-    return list(filter(Path.is_file, _paths_below(folder, skipped)))
+    paths = (
+        parent / name
+        for parent, names in _folders_from(folder, skipped)
+        for name in names
+        if not name.startswith(".")
+    )
+    found = (path for path in paths if path.is_file() or not path.exists())
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
@@ -142,15 +152,15 @@ def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str)
             )
 
 
-def _paths_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return the paths below `folder`, without hidden ones and folders, by relative POSIX path."""
-    found = (
-        parent / name
-        for parent, names in _folders_from(folder, skipped)
-        for name in names
-        if not name.startswith(".")
-    )
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+def hub_repository_of(path: Path) -> Path | None:
+    """Return the repository in a cache of the Hugging Face Hub that has a file; None: it is elsewhere."""
+    places = (parent.parent for parent in path.absolute().parents if parent.name == "snapshots")
+    return next(filter(_is_hub_repository, places), None)
+
+
+def _is_hub_repository(folder: Path) -> bool:
+    named = folder.name.startswith(("models--", "datasets--")) or (folder / "refs").is_dir()
+    return named and (folder / "blobs").is_dir() and (folder / "snapshots").is_dir()
 
 
 def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path, list[str]]]:
@@ -168,12 +178,10 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
                 folders.clear()
                 continue
             seen.add(identity)
-            hub = "refs" in folders or Path(parent).name.startswith(("models--", "datasets--"))
-            if hub and {"blobs", "snapshots"} <= {*folders}:
+            here = Path(parent).absolute()
+            if _is_hub_repository(here):
                 folders[:], files = ["snapshots"], []
-            elif (main := Path(parent).parent / "refs" / "main").is_file() and Path(
-                parent
-            ).name == "snapshots":
+            elif here.name == "snapshots" and (main := here.parent / "refs" / "main").is_file():
                 revision = main.read_text(errors="replace").strip()
                 folders[:], files = ([revision], []) if revision in folders else (folders, files)
             files = _of_datasets(Path(parent), files)

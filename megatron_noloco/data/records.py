@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, Sequence, files_to_read, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, Sequence, files_to_read, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.sources import RecordSource, TextSource
@@ -19,7 +19,6 @@ from megatron_noloco.files import check_whole_characters
 RECORD_KEYS = "messages", "prompt"  # of which a record has one
 # What programs read of a record; here some are no part of the text
 _READ = "prompt", "completion", "tools", "system", "history", "functions", "documents", "chat_template_kwargs"
-_BATCH_RECORDS = 1000  # encoded at once
 # Texts after which answers are encoded; none is joined with every other text.
 _ANCHORS = ("", "\n", "a", "0", ".")
 
@@ -30,8 +29,13 @@ class _Record(NamedTuple):
     lists: list[list[Answer]]  # see `answers_of`
     empty: int  # answers without any text
     from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
-    read: list[Any]  # the parts of the line from which its tokens are made
-    roles: list[str] = []  # noqa: RUF012 (read only): of its messages
+    texts: list[str]  # the texts of the line from which its tokens are made
+    file: str
+
+    @property
+    def characters(self) -> int:
+        """Characters of its answers, and before them."""
+        return sum(len(text) for answers in self.lists for answer in answers for text in answer)
 
 
 def whole_source(path: str, cache: str | None) -> TextSource:
@@ -55,27 +59,28 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
     renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
     Raises UserError that names file and line of the first line that is not a record.
     """
-    records = (record for item in inputs for record in _read(item, tokenizer, counts))
-    for batch in read_ahead(iter(lambda: list(islice(records, _BATCH_RECORDS)), [])):
-        for from_template, group in groupby(batch, key=lambda record: record.from_template):
-            alike = list(group)
-            if from_template and tokenizer.end_of_answer is None:
-                counts["endless"] += sum(len(answers) for record in alike for answers in record.lists)
-            texts = [
-                text for record in alike for answers in record.lists for text in _texts(answers, tokenizer)
+    records = (record for item in inputs for record in _read(item, tokenizer.chat_template, counts))
+    alike = (group for _, group in groupby(records, key=lambda record: record.from_template))
+    groups = (group for records in alike for group in in_groups(records, lambda record: record.characters))
+    for group in read_ahead(groups):
+        from_template = group[0].from_template
+        pairs = [(text, record.file) for record in group for text in record.texts]
+        counts.count_texts(pairs, tokenizer, from_template)
+        if from_template and tokenizer.end_of_answer is None:
+            counts["endless"] += sum(len(answers) for record in group for answers in record.lists)
+        texts = [text for record in group for answers in record.lists for text in _texts(answers, tokenizer)]
+        encoded = iter(tokenizer.encode_batch(texts, from_template))
+        for record in group:
+            learnt = [
+                sequence
+                for answers in record.lists
+                for sequence in _encode(answers, encoded, from_template, tokenizer, counts)
             ]
-            encoded = iter(tokenizer.encode_batch(texts, from_template))
-            for record in alike:
-                learnt = [
-                    sequence
-                    for answers in record.lists
-                    for sequence in _encode(answers, encoded, from_template, tokenizer, counts)
-                ]
-                counts["records"] += 1
-                counts["empty_answers"] += record.empty
-                counts["learnt_apart"] += len(learnt) - 1
-                for place, (tokens, answer) in enumerate(learnt, 1):
-                    yield Sequence(tokens, place == len(learnt), answer)
+            counts["records"] += 1
+            counts["empty_answers"] += record.empty
+            counts["learnt_apart"] += len(learnt) - 1
+            for place, (tokens, answer) in enumerate(learnt, 1):
+                yield Sequence(tokens, place == len(learnt), answer)
 
 
 def _texts(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[str]:
@@ -168,18 +173,12 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
     return np.array_equal(tokens[: len(first)], first)
 
 
-def _read(item: Input, tokenizer: Tokenizer, counts: Counts) -> Iterator[_Record]:
-    template = tokenizer.chat_template
+def _read(item: Input, template: ChatTemplate, counts: Counts) -> Iterator[_Record]:
     for place, content in item.rows(counts.advance):
         try:
-            record = _record_of(without_nulls(content), template)
-            check_whole_characters(json.dumps(record.read, ensure_ascii=False, default=str))
+            yield _record_of(without_nulls(content), item.name, template, counts)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
-        counts.roles.update(role for role in record.roles if role not in ROLES)
-        strings = [*_strings(record.read)]
-        counts.count_texts(strings, [item.name] * len(strings), tokenizer, from_template=record.from_template)
-        yield record
 
 
 def without_nulls(value: Any) -> Any:
@@ -198,7 +197,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(held)
 
 
-def _record_of(row: dict[str, Any], template: ChatTemplate) -> _Record:
+def _record_of(row: dict[str, Any], file: str, template: ChatTemplate, counts: Counts) -> _Record:
     match row:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
@@ -222,12 +221,14 @@ def _record_of(row: dict[str, Any], template: ChatTemplate) -> _Record:
     for key in _READ:
         if row.get(key) and key not in read and not _is_among(row[key], messages):
             raise UserError(f'"{key}" is no part of the text, which {" and ".join(read)} are; leave it out')
+    content = [messages, row.get("tools")] if messages else [row["prompt"], row["completion"]]
+    check_whole_characters(json.dumps(content, ensure_ascii=False, default=str))
     if messages:
         lists, empty = answers_of(messages, row.get("tools"), template)
-        roles = [message["role"] for message in messages]
-        return _Record(lists, empty, True, [messages, row.get("tools")], roles)
-    answer = Answer(row["prompt"], row["completion"])
-    return _Record([[answer]], int(not answer.text.strip()), False, [*answer])
+        counts.roles.update(role for message in messages if (role := message["role"]) not in ROLES)
+    else:
+        lists, empty = [[Answer(*content)]], int(not content[1].strip())
+    return _Record(lists, empty, bool(messages), [*_strings(content)], file)
 
 
 def _is_among(value: Any, messages: list[Any]) -> bool:

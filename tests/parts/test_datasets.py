@@ -344,6 +344,13 @@ class TestText:
             source = IndexedSource(((name, 1.0),), ((copy, 1.0),), None)
             assert (told in open_data(source, byte, needs).summary) == (name == "a")
 
+    def test_of_large_datasets_the_same_sequences_are_compared(self, tmp_path: Path) -> None:
+        large = write_dataset(tmp_path / "large", ([*divmod(number, 200), 256] for number in range(20_011)))
+        data = open_data(
+            IndexedSource(((large, 1.0),), ((large, 1.0),), None), ByteTokenizer(), Needs(257, SEQ)
+        )
+        assert "also training data: 1024 of 1024 compared;" in data.summary
+
     def test_documents_of_validation_that_training_reads_are_counted(self, tmp_path: Path) -> None:
         """Wherever they lie in the files."""
         texts = [f"document {number}" for number in range(10)]

@@ -3,7 +3,9 @@
 import gzip
 import json
 import re
+import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,7 +21,7 @@ from megatron_noloco.data.opening import open_data, open_validation, open_whole
 from megatron_noloco.data.record_samples import RecordSamples, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs, RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from tests.kit.chats import CHAT, TEMPLATE, answers, chat_tokenizer, record, stopping_tokenizer, write
 from tests.kit.datasets import LFS_POINTER, load_records
 from tests.kit.tokenizers import make_tokenizer, tokenizer_at
@@ -93,6 +95,19 @@ class TestRecords:
         assert whole.tokens.tolist() == other.tokens.tolist() == second.tokens.tolist()
         assert whole.answer.tolist() == other.answer.tolist()
         assert answers(second, tokenizer) == "six\n"
+
+    def test_one_thread_uses_the_tokenizer(self, model: Path, tmp_path: Path) -> None:
+        """Of which special tokens are text for a prompt, and tokens for a chat; another thread reads rows."""
+        tokenizer, threads, encode_batch = tokenizer_at(model), set[int](), Tokenizer.encode_batch
+
+        def encode_here(*arguments: Any, **options: Any) -> list[np.ndarray]:
+            threads.add(threading.get_ident())
+            return encode_batch(*arguments, **options)
+
+        path = write(tmp_path / "a.jsonl", {"messages": CHAT}, {"prompt": "two", "completion": " é"})
+        with patch.object(Tokenizer, "encode_batch", encode_here):
+            load_records(path, tokenizer)
+        assert threads == {threading.get_ident()}
 
     def test_another_transformers_renders_anew(self, model: Path, tmp_path: Path) -> None:
         plain, path = tmp_path / "plain", write(tmp_path / "a.jsonl", {"messages": CHAT})
