@@ -73,8 +73,8 @@ class OuterOptimizer:
         local_steps, overlap_steps: k and d, of the settings; may be changed between two local steps, on all ranks
             at the same one. Rounds are numbered as if k had always been so.
 
-    Besides these vectors it holds, for each round that is under way at a time, the combined vector, and with a delay
-    the correction, each as long as the longest fragment; and messages of some buckets.
+    Besides these vectors it holds, for each round that is under way at a time, the combined vector, and with a
+    delay the correction, each as long as the longest fragment; and messages of some buckets.
     """
 
     def __init__(

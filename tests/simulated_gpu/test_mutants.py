@@ -42,30 +42,16 @@ MUTANTS = {
         "nullcontext()",
     ),
     "a mean is overwritten before it is used": Mutant("outer/vectors.py", GROUPS, "self.side.wait()"),
-    "a correction is overwritten before it is merged": Mutant(
+    "slow weights or a correction are overwritten before they are written": Mutant(
         "outer/vectors.py", PAIRS, "wait_for(self.weights.device)"
     ),
     "no copy of weights is marked": Mutant(
-        "outer/vectors.py", PAIRS, "torch.cuda.current_stream().record_event() if crosses", "None if crosses"
-    ),
-    "slow weights are overwritten before they are written": Mutant(
-        "outer/weights.py", PAIRS, "wait_for(self.device)"
+        "outer/vectors.py", PAIRS, "torch.cuda.current_stream().record_event()", "torch.cuda.Event()"
     ),
     "nothing that is queued is waited for": Mutant(
         "outer/weights.py", PAIRS, "torch.cuda.current_stream(device).synchronize()"
     ),
-    "a round ends before its outer step": Mutant(
-        "outer/round.py",
-        PAIRS,
-        "self._vectors.side.wait()\n        self.complete",
-        "pass\n        self.complete",
-    ),
-    "a delayed round ends before its outer step": Mutant(
-        "outer/round.py",
-        ROUNDS,
-        "self._vectors.side.wait()\n            self.complete",
-        "pass\n            self.complete",
-    ),
+    "a round ends before its outer step": Mutant("outer/round.py", ROUNDS, "self._vectors.side.wait()"),
     "sketches are sent before they are computed": Mutant(
         "outer/bucket_code.py",
         (OUTER, "are_those_of_a_cpu and int4"),
@@ -108,27 +94,28 @@ MUTANTS = {
     "codes are sent before they are computed": Mutant(
         "outer/bucket_code.py",
         ROUNDS,
-        "wait_for(self.vector.device)\n        return mine",
+        "wait_for(self._bucket.device)\n        return mine",
         "pass\n        return mine",
     ),
     "verdicts are read before they are there": Mutant(
-        "outer/bucket_code.py", ROUNDS, "wait_for(self.vector.device)\n        if", "pass\n        if"
+        "outer/bucket_code.py", ROUNDS, "wait_for(self._bucket.device)\n        if", "pass\n        if"
     ),
     "a vector is coded in host memory": Mutant(
         "outer/optimizer.py", CROSSED, "self._vectors.home if coded else HOST", "HOST"
     ),
-    "weights are used before they are copied": Mutant("outer/vectors.py", ROUNDS, "copied.synchronize()"),
-    "the mean stays on the host": Mutant(
-        "outer/vectors.py", ROUNDS, "c = c.to(phi.device, non_blocking=True)"
+    "weights are used before they are copied": Mutant(
+        "outer/vectors.py", ROUNDS, "copied.popleft().synchronize()", "copied.popleft()"
     ),
+    "the mean stays on the host": Mutant("outer/vectors.py", ROUNDS, ".to(self.home, non_blocking=True)", ""),
     "zeros are made on the host": Mutant(
         "outer/host_kernels.py", ROUNDS, "torch.zeros_like(phi)", "torch.zeros(len(phi))"
     ),
     "weights are written on a stream of their own": Mutant(
-        "outer/round.py",
+        "outer/vectors.py",
         ROUNDS,
-        "write(start, phi)",
-        "with torch.cuda.stream(torch.cuda.Stream()):\n                            write(start, phi)",
+        "theta.copy_(phi[at], non_blocking=True)",
+        "with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                        theta.copy_(phi[at], non_blocking=True)",
     ),
     "the host waits for each microbatch": Mutant(
         "pipeline/pipeline.py", WAITS, "tensor.to(device, non_blocking=True)", "tensor.to(device)"
