@@ -75,6 +75,7 @@ class World:
         self._free: dict[Member, float] = {}
 
     failure: BaseException | None
+    running: Mesh  # of the member whose thread runs
 
     def join(self, slot: int, incarnation: int = 1, hidden: bool = False) -> "MemoryMesh":
         """Add a member. Two hidden members do not reach each other."""
@@ -179,6 +180,7 @@ class World:
             if able and not (due and self._random.random() < 0.5):
                 chosen = self._random.choice(able)
                 self._waiting = [one for one in self._waiting if one is not chosen]
+                self.running = self.carriers[chosen.owner].mesh
                 chosen.go.release()
                 self._control.acquire()
             elif due:

@@ -187,7 +187,8 @@ def trained(slot: int, rank: int, folder: Path) -> dict[str, Any]:
             after.append(weights())
     noloco.average()
     noloco.close()
-    return {"first": first, "before": torch.stack(before), "after": torch.stack(after), "last": weights()}
+    found = {"before": torch.stack(before), "after": torch.stack(after)}
+    return found | {"first": first, "unlike": last, "last": weights()}
 
 
 def test_jobs_of_three_layouts_end_with_one_model(tmp_path: Path) -> None:
@@ -199,6 +200,9 @@ def test_jobs_of_three_layouts_end_with_one_model(tmp_path: Path) -> None:
         for one in job:
             torch.testing.assert_close(one["after"], expected[:, slot], rtol=0, atol=1e-6)
             assert torch.equal(one["last"], jobs[0][0]["last"])
+    unlike = torch.stack([job[0]["unlike"] for job in jobs])
+    assert (unlike - unlike.mean(0)).norm() > 1e-3, "the last local step was not followed by a round"
+    torch.testing.assert_close(jobs[0][0]["last"], unlike.mean(0), rtol=0, atol=1e-6)
 
 
 def gives_or_takes(slot: int, rank: int, folder: Path) -> dict[int, tuple[Tensor, Tensor]]:

@@ -283,28 +283,6 @@ def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
     assert re.fullmatch(r"replica 0, rank 0 has stood still for \d+ s training: local step 2", line)
 
 
-def averages(slot: int, rank: int, folder: Path, slots: int) -> tuple[Tensor, Tensor, float]:
-    loop = of_job(slot, rank)
-    noloco = attach(loop.model, SETTINGS, **federation(folder, slot, slots), seed=SEED)
-    train(loop, noloco, STEPS + 1)  # not after a round
-    before = loop.weights()
-    reports = noloco.average()
-    noloco.close()
-    return before, loop.weights(), reports[0].standard_deviation
-
-
-@pytest.mark.parametrize(("slots", "ranks"), [(2, 2), (3, 1)])
-def test_at_the_end_there_is_one_model(tmp_path: Path, slots: int, ranks: int) -> None:
-    found = run_jobs(tmp_path, slots, ranks, averages, tmp_path, slots)
-    before = torch.stack([job[0][0] for job in found])
-    after = torch.stack([job[0][1] for job in found])
-    for job in found:
-        assert all(torch.equal(one[1], job[0][1]) for one in job), "ranks of a replica stay alike"
-    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-6)
-    assert all(torch.equal(one, after[0]) for one in after)
-    assert (before - before.mean(0)).norm() > 1e-3
-
-
 def with_no_messages(slot: int, rank: int, folder: Path) -> Tensor:
     """What this rank exchanges, after rounds, a handed-over state and the final average."""
     loop = Loop(slot, rank, dist.new_group(backend="gloo"))

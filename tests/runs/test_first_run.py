@@ -246,10 +246,10 @@ def test_a_folder_in_the_place_of_the_network(machines: list[Machine], tmp_path:
     (shared := tmp_path / "shared").mkdir()
     for machine in machines:
         machine.cut()
-    two = TOGETHER | {"federation": {"start_with": 2}}
+    two = {"federation": {"start_with": 2}, "training": {"train_iters": 20}}
     follow(machines[:2], make.replace("/shared", str(shared)), two)
     first, second = (
-        state_of(machine.folder / output / f"replica_{slot:02d}" / "checkpoints", slot, 60)
+        state_of(machine.folder / output / f"replica_{slot:02d}" / "checkpoints", slot, 20)
         for slot, (machine, output) in enumerate(zip(machines, ("runs/my-run", "joined/run"), strict=False))
     )
     slow = {name: tensor for name, tensor in first.items() if "slow" in name}
