@@ -23,6 +23,20 @@ A replica has a *slot*, and each later process of it a larger *incarnation*. Ran
 which alone is a member; the other ranks are *followers*. A round, a state, the final mean are blocking code above
 `offer`, `fetch`, `members` and `publish`, read from top to bottom.
 
+The life of a newcomer:
+
+| step | function |
+|---|---|
+| a machine with the key writes a file: certificate, addresses, config | `preflight.inviting.invite` |
+| `join` writes the newcomer's folder from it | `preflight.newcomer.write_job` |
+| the job reads its member file | `membership.network_of`, `Keys.identity` |
+| it asks an address, and learns all statuses; opens a link to each member | `Seeds._meet`, `HttpsCarrier._dial` |
+| in a folder it reads the signs of life of all | `FolderMembers.tend` |
+| it has its slot; an earlier process of the slot ends | `Network.open`, `Members.check` |
+| it waits for others that start with it | `Membership.wait_for_start` |
+| it takes the state of the member that is furthest | `FederationPeers.begin`, `States.recover` |
+| it says which rounds it has begun, and has the first with a partner | `CatchUp.start`, `PairExchange.begin` |
+
 | thread | of | does | reads and writes |
 |---|---|---|---|
 | the main thread | each rank | trains, begins and ends rounds, copies and takes states | **weights**: it alone |

@@ -58,7 +58,6 @@ from megatron_noloco.federation.store import Store
 
 _WISH = re.compile(r"q~(\d{1,4}\.\d{1,19})~([A-Za-z0-9_-]+)")
 _PIECE, _REASON = b"p", b"r"  # the first byte of a file that is taken
-_MOST_WISH_BYTES = 128  # of a piece's name, so that the file's name has at most 255 characters
 _MOST_REASON_BYTES = 2**10
 _AGAIN_SECONDS = 1.0  # until a file that could not be used is tried again
 _EARLY_SECONDS = 2.0  # for a piece that is sent to come, until its giver is asked for it
@@ -146,9 +145,6 @@ class FolderCarrier(Carrier):
         giver, name = fetch.giver, fetch.name
         if (seal := self._seal_with(giver)) is None:
             fetch.carrier = None  # it is asked again once its giver is there
-            return
-        if len(name.encode()) > _MOST_WISH_BYTES:
-            self.mesh.refuse(giver, name, "the name of the piece is too long")
             return
         file = self._file_of(seal, giver, self.mesh.me, name)
         with self._lock:

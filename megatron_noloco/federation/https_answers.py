@@ -33,7 +33,7 @@ from megatron_noloco.federation.mesh import (
     Member,
     RefusedError,
 )
-from megatron_noloco.federation.statuses import SignedStatus, object_in
+from megatron_noloco.federation.statuses import SignedStatus
 
 REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
 _POLL_SECONDS = 5.0
@@ -87,18 +87,16 @@ class Answers:
         if asker is None or connection.slot != asker.slot:
             return _refusal(403, f"the header {MEMBER} must name a member of the certificate's slot")
         if parts[2] != (run := f"{self._mesh.statuses.run:016x}"):
-            with suppress(ValueError):
-                theirs = object_in(request.headers.get(DIGESTS, "").encode())
-                self._mesh.warn(
-                    difference(self._mesh.statuses, self._digests, str(asker), theirs), is_refusal=True
-                )
-            content = {"run": run, "member": str(self._mesh.me), "digests": dict(self._digests)}
-            return web.json_response(content, status=409)
-        if self._mesh.is_followed(asker):
-            return _refusal(410, "a later process has your slot")
+            if DIGESTS in request.headers:  # else a command asks
+                line = difference(self._mesh.statuses, self._digests, request.headers)
+                self._mesh.warn(line, is_refusal=True)
+            headers = {MEMBER: str(self._mesh.me), DIGESTS: json.dumps(dict(self._digests))}
+            return web.json_response({"run": run}, status=409, headers=headers)
         is_get = request.method == "GET"
         if parts[3:] == ["status"] and is_get:
             return self._tell()
+        if self._mesh.is_followed(asker):
+            return _refusal(410, "a later process has your slot")
         if parts[3:] == ["link"] and not is_get:
             return await self._link(request, asker)
         if len(parts) != 6 or not is_name(name := unquote(parts[5])):

@@ -6,7 +6,7 @@
 | PUT /run/RUN/link | a link: lines of JSON both ways, without end (`https_links`) |
 | GET /run/RUN/GIVER/TAKER/NAME | 200: the piece; 204: not yet, ask again; 410: never, and why |
 | PUT /run/RUN/GIVER/TAKER/NAME | brings a piece, or why it never comes |
-| any with another RUN | 409, and what this job has: {"run": RUN, "member": NAME, "digests": {...}} |
+| any with another RUN | 409, {"run": RUN}, and headers Noloco-Member, Noloco-Digests with what this job has |
 
 | file | |
 |---|---|
@@ -23,7 +23,6 @@ import ssl
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -61,7 +60,6 @@ _CANCEL_SECONDS = 0.1
 _AGAIN_SECONDS = 0.02  # between two requests for a piece that is not offered yet
 _TICK_SECONDS = 0.25
 _MOST_REFUSED_HOSTS = 8
-_MOST_FAULTS = 8
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
 _Task = asyncio.Task[None]
@@ -74,9 +72,6 @@ class HttpsCarrier(Carrier):
         digests: of what all jobs of the run have alike.
         listener: where others connect; None: this member is hidden.
         seeds: addresses of members, HOST:PORT.
-
-    Attributes:
-        faults: exceptions of single requests, which are bugs: each has ended what one other member asked for.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class HttpsCarrier(Carrier):
     ) -> None:
         self._digests, self._listener, self._seeds = digests, listener, seeds
         self._failure: Exception | None = None
-        self.faults: deque[BaseException] = deque(maxlen=_MOST_FAULTS)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
@@ -172,7 +166,6 @@ class HttpsCarrier(Carrier):
 
     def _note_fault(self, error: Exception) -> None:
         """Note an error in what another member has asked for: it must not end this job."""
-        self.faults.append(error)
         where = traceback.extract_tb(error.__traceback__)[-1:]
         at = "".join(f" ({frame.name}, line {frame.lineno})" for frame in where)
         self.mesh.warn(f"a request could not be answered: {type(error).__name__}{at}; please report this")

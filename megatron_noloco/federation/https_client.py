@@ -18,7 +18,13 @@ from yarl import URL
 
 from megatron_noloco.federation.compatibility import differences, refusal
 from megatron_noloco.federation.https_links import RARE_SECONDS, Links
-from megatron_noloco.federation.https_server import KEEP_ALIVE_SECONDS, READ_BYTES, open_socket, receive
+from megatron_noloco.federation.https_server import (
+    KEEP_ALIVE_SECONDS,
+    MOST_FIELD_BYTES,
+    READ_BYTES,
+    open_socket,
+    receive,
+)
 from megatron_noloco.federation.keys import ANY_MEMBER, host_name
 from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, PATIENCE_SECONDS, Member
 from megatron_noloco.federation.statuses import (
@@ -30,7 +36,7 @@ from megatron_noloco.federation.statuses import (
 )
 
 MEMBER = "Noloco-Member"  # header with the name of the asking member
-DIGESTS = "Noloco-Digests"  # header with what the asking job has, JSON
+DIGESTS = "Noloco-Digests"  # header with what a job has that asks, or refuses to answer; JSON
 CONNECTION_ERRORS = (
     aiohttp.ClientError,
     OSError,
@@ -85,6 +91,7 @@ class Client:
             auto_decompress=False,
             read_bufsize=READ_BYTES,
             headers={MEMBER: str(self._statuses.me)},
+            max_field_size=MOST_FIELD_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=PATIENCE_SECONDS),
         )
@@ -132,12 +139,7 @@ class Client:
     async def check(self, answer: ClientResponse) -> None:
         """Raise ConnectionError for an answer other than 200."""
         if answer.status == 409:
-            content = dict[str, Any]()
-            with suppress(ValueError):
-                content = object_in(await read_small(answer.content))
-            raise RefusalError(
-                difference(self._statuses, self._digests, str(content.get("member")), content.get("digests"))
-            )
+            raise RefusalError(difference(self._statuses, self._digests, answer.headers))
         if answer.status == 400:
             reason = (await read_small(answer.content)).decode(errors="replace")
             raise RefusalError(f"{answer.url.authority} refuses this replica: {reason}")
@@ -236,10 +238,13 @@ def first_status(line: Mapping[str, Any], me: Member) -> SignedStatus:
     return signed
 
 
-def difference(statuses: Statuses, own: Mapping[str, str], name: str, digests: Any) -> str:
-    """Return a line on in what a job of another run differs."""
-    names = differences(own, digests if isinstance(digests, dict) else {}) or "its run"
-    return refusal(name.partition(".")[0], statuses.me.slot, names)
+def difference(statuses: Statuses, own: Mapping[str, str], headers: Mapping[str, str]) -> str:
+    """Return a line on in what a job of another run differs, from the headers of its request or answer."""
+    theirs = dict[str, Any]()
+    with suppress(ValueError):
+        theirs = object_in(headers.get(DIGESTS, ""))
+    slot, _, _ = headers.get(MEMBER, "").partition(".")
+    return refusal(slot, statuses.me.slot, differences(own, theirs) or "its run")
 
 
 async def why_not(address: str, error: Exception) -> str:

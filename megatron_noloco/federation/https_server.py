@@ -27,7 +27,7 @@ _OPEN_SECONDS = 10.0  # for the handshake
 _MOST_STRANGERS = 256  # connections within those seconds
 _MOST_OF_A_SLOT = 128  # connections
 _ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
-_MOST_FIELD_BYTES = 2**14  # a request names the digests of its run
+MOST_FIELD_BYTES = 2**14  # of a header, such as the digests of a run
 _QUIET = logging.getLogger("megatron_noloco.http")
 _QUIET.disabled = True  # strangers must not write to the terminal
 _OPTIONS = {
@@ -190,7 +190,7 @@ class Server:
             tcp_keepalive=False,  # `_own` has set it
             logger=_QUIET,
             access_log=None,
-            max_field_size=_MOST_FIELD_BYTES,
+            max_field_size=MOST_FIELD_BYTES,
             max_line_size=2**12,
             lingering_time=0.0,
             read_bufsize=READ_BYTES,

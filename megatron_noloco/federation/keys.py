@@ -65,9 +65,8 @@ class Keys:
         slot: of a member file; None for a key file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        text = path.read_text(errors="replace")
+    def __init__(self, text: str, where: str) -> None:
+        self._where = where
         certificates = x509.load_pem_x509_certificates(text.encode())
         self._private = _private_in(text)
         self._authority = certificates[-1]
@@ -86,17 +85,24 @@ class Keys:
         )
 
     @classmethod
-    def read(cls, path: Path) -> "Keys":
-        """Read a key file or a member file; raises UserError."""
+    def of(cls, text: str, where: str) -> "Keys":
+        """Return the keys in a text; raises UserError, with a line that begins with where the text is."""
         try:
-            return cls(path)
-        except OSError as error:
-            raise UserError(f"federation.key_file: {path}: {error.strerror}") from None
+            return cls(text, where)
         except (ValueError, TypeError, x509.ExtensionNotFound):  # TypeError: a key with a password
             raise UserError(
-                f"federation.key_file: {path} holds no key of this version; `megatron-noloco keys FILE` makes a "
-                "new one, for all replicas"
+                f"{where} holds no key of this version; `megatron-noloco keys FILE` makes a new one, for all "
+                "replicas"
             ) from None
+
+    @classmethod
+    def read(cls, path: Path) -> "Keys":
+        """Read a key file or a member file; raises UserError."""
+        where = f"federation.key_file: {path}"
+        try:
+            return cls.of(path.read_text(errors="replace"), where)
+        except OSError as error:
+            raise UserError(f"{where}: {error.strerror}") from None
 
     @classmethod
     def make(cls, path: Path) -> "Keys":
@@ -125,24 +131,22 @@ class Keys:
             private = ec.generate_private_key(_CURVE)
             certificate = self._issue(slot, private.public_key(), _LAST)
             return Identity(private, certificate, self._authority, self._folder_key)
-        where = f"federation.key_file: {self._path}"
         if slot != self.slot:
             raise UserError(
-                f"{where} is the member file of replica {self.slot}, and cannot run replica {slot}"
+                f"{self._where} is the member file of replica {self.slot}, and cannot run replica {slot}"
             )
         ends = self._certificate.not_valid_after_utc
         if ends.timestamp() < time.time():
             raise UserError(
-                f"{where} was good until {ends:%Y-%m-%d %H:%M} UTC; ask for a new one (`megatron-noloco invite`)"
+                f"{self._where} was good until {ends:%Y-%m-%d %H:%M} UTC; ask for a new one "
+                "(`megatron-noloco invite`)"
             )
         return Identity(self._private, self._certificate, self._authority, self._folder_key)
 
     def member_file(self, slot: int, ends: float) -> str:
         """Return a member file, whose holder can be this slot until a Unix time."""
         if not self.can_invite:
-            raise UserError(
-                f"federation.key_file: {self._path} is a member file, and cannot invite; use the key file"
-            )
+            raise UserError(f"{self._where} is a member file, and cannot invite; use the key file")
         private = ec.generate_private_key(_CURVE)
         last = datetime.datetime.fromtimestamp(ends, datetime.UTC).replace(microsecond=0, tzinfo=None)
         certificates = self._issue(slot, private.public_key(), last), self._authority

@@ -167,11 +167,6 @@ class Members:
         """Return a replica, if it is or was there."""
         return self.peers().get(slot)
 
-    def hidden(self) -> set[int]:
-        """Return the replicas that no other can dial, as far as is known; this replica may be among them."""
-        found = {slot for slot, peer in self.peers().items() if peer.status.hidden}
-        return found | {self.slot} if self.status.hidden else found
-
     def rows(self) -> list[tuple[int, str]]:
         """Return the rows of others that came since the last call, each with the slot of its replica."""
         with self._lock:

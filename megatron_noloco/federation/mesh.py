@@ -35,7 +35,7 @@ Blob = bytes | bytearray | memoryview
 PATIENCE_SECONDS = 10.0  # without a byte
 MOST_PIECE_BYTES = 2**26
 BULK_BYTES = 2**16  # smaller pieces never wait for larger ones
-MOST_NAME_CHARACTERS = 160
+MOST_NAME_CHARACTERS = 128  # so that the name of a file that says it has at most 255
 MOST_WISHES = 256  # of a taker
 _ANOTHERS, _WITHDRAWN = "the piece is another member's", "the piece was withdrawn"
 _REMEMBERED = 512  # prefixes that were withdrawn
@@ -193,6 +193,7 @@ class Fetch:
     _numbers = itertools.count(1)
 
     def __init__(self, giver: Member, name: str, is_sent: bool, is_large: bool) -> None:
+        assert len(name) <= MOST_NAME_CHARACTERS
         self.giver, self.name, self.number = giver, name, next(self._numbers)
         self.is_sent, self.is_large = is_sent, is_large
         self.carrier: Carrier | None = None
@@ -273,6 +274,7 @@ class Patience:
         """Return when to give up, on the clock of the mesh."""
         if not self._mesh.reaches(self.giver):
             return min(self._seen + self._absent_seconds, self._end_by())
+        self._seen = self._mesh.clock()
         if self._begin_by is not None and self.began == math.inf:
             return min(self._begin_by(), self._end_by())
         moved = max(self.since, self._mesh.moved.get(self.giver.slot, -math.inf))
@@ -282,11 +284,24 @@ class Patience:
         """Raise StalledError or RefusedError when it is time to give up."""
         if reason := self._why_not():
             raise RefusedError(reason)
-        now, is_there = self._mesh.clock(), self._mesh.reaches(self.giver)
-        if is_there:
-            self._seen = now
-        if now >= self.until() or not (is_there or self._mesh.may_come(self.giver)):
+        if self._mesh.clock() >= self.until() or not self._mesh.may_come(self.giver):
+            is_there = self._mesh.reaches(self.giver)
             raise StalledError("sends nothing" if is_there else "is not there any more")
+
+    def wait(self, ready: Callable[[], object]) -> None:
+        """Wait until a condition holds. Raises StalledError or RefusedError when it is time to give up."""
+        self.since = self._mesh.clock()
+        while not ready():
+            self.check()
+            stop = self.until()
+
+            def is_over(stop: float = stop) -> bool:
+                if is_ready := bool(ready()):
+                    return is_ready
+                self.check()
+                return self.until() < stop
+
+            self._mesh.wait(is_over, stop)
 
 
 class Mesh:
@@ -400,22 +415,13 @@ class Mesh:
 
     def result(self, fetch: Fetch, patience: Patience) -> Blob:
         """Wait for a piece. Raises StalledError, RefusedError."""
-        patience.since = self.clock()
         try:
-            while fetch.outcome is None:
-                patience.check()
-                stop = patience.until()
-
-                def is_over(stop: float = stop) -> bool:
-                    if fetch.outcome is None:
-                        patience.check()
-                    return fetch.outcome is not None or patience.until() < stop
-
-                self.wait(is_over, stop)
+            patience.wait(lambda: fetch.outcome is not None)
         except BaseException:
             self.cancel(fetch)
             raise
         patience.began = min(patience.began, self.clock())
+        assert fetch.outcome is not None
         if isinstance(fetch.outcome, LostError):
             raise fetch.outcome
         return fetch.outcome

@@ -77,8 +77,10 @@ class Partners:
             {slot for slot, (found, _) in standing.items() if found >= least}
             for least in (Availability.BUSY, Availability.FREE, Availability.WAITING)
         )
-        sites = {slot: peer.status.site for slot, peer in peers.items()} | {members.slot: members.status.site}
-        known = Candidates({*peers, members.slot}, present, free, waiting, members.hidden(), sites)
+        statuses = {slot: peer.status for slot, peer in peers.items()} | {members.slot: members.status}
+        sites = {slot: status.site for slot, status in statuses.items()}
+        hidden = {slot for slot, status in statuses.items() if status.hidden}
+        known = Candidates({*statuses}, present, free, waiting, hidden, sites)
         return known, {slot: why for slot, (_, why) in standing.items()}
 
     def _availability(self, slot: int, peer: Peer, number: int) -> tuple[Availability, str]:

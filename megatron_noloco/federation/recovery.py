@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass
 
 from megatron_noloco.federation.codes import bytes_of, fill
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
-from megatron_noloco.federation.members import Members
+from megatron_noloco.federation.members import STOPPED, Members
 from megatron_noloco.federation.mesh import Blob, Fetch, LostError, Member, Patience, in_thread
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.states import (
@@ -172,21 +172,22 @@ class States:
 
     def _pass_on(self, members: Members, taker: Member, base: str, pieces: Iterator[Blob]) -> None:
         """Offer each piece when the taker wants it, until it has all, or wants nothing for a minute."""
-        mesh, patience = members.mesh, Patience(members.mesh, taker, seconds=_BACK_SECONDS)
-
-        def is_over() -> bool:
-            return self._closed or not mesh.may_come(taker) or (taker, name) in mesh.offers.takers(base)
-
+        mesh = members.mesh
+        patience = Patience(
+            mesh,
+            taker,
+            seconds=_BACK_SECONDS,
+            absent_seconds=_BACK_SECONDS,
+            why_not=lambda: STOPPED * self._closed,
+        )
         try:
             for number, piece in enumerate(pieces):
-                name, patience.since = f"{base}{number}", mesh.clock()
-                while not mesh.wait(is_over, patience.until()):
-                    if mesh.clock() >= patience.until():
-                        return
-                if self._closed or not mesh.may_come(taker):
-                    return
-                mesh.offer(name, piece)
+                wish = taker, f"{base}{number}"
+                patience.wait(lambda wish=wish: wish in mesh.offers.takers(base))  # type: ignore[misc]
+                mesh.offer(wish[1], piece)
                 mesh.release(f"{base}{number - _WINDOW}")
+        except LostError:
+            pass
         finally:
             mesh.withdraw(base)
 
@@ -201,10 +202,10 @@ class States:
 
         Returns None where there is none to take.
         """
-        given_up, seen = set[int](), set[Member]()
+        given_up = set[int]()
         while True:
             started = time.monotonic()
-            found = computed_by_rank_0(partial(self._find, least, given_up, seen))
+            found = computed_by_rank_0(partial(self._find, least, given_up))
             if found is None:
                 return None
             giver, offer = found
@@ -217,48 +218,44 @@ class States:
             else:
                 return Recovery(giver.slot, cast(Offer, offer).step, size, time.monotonic() - started)
 
-    def _find(
-        self, least: int, given_up: Collection[int], seen: set[Member]
-    ) -> tuple[Member, Offer | str] | None:
+    def _find(self, least: int, given_up: Collection[int]) -> tuple[Member, Offer | str] | None:
         """Ask for a state; return what the first giver offers, or why that is nothing. On the leader.
 
-        None: there is no state to take, or this job is to stop.
-
-        Args:
-            seen: givers so far, to which this call adds: those that are lost are waited for.
+        None: there is no state to take, or this job is to stop. A giver that is lost may come back for a minute.
         """
         assert self._members is not None
-        members, mesh, asked = self._members, self._members.mesh, dict[int, tuple[Member, Fetch]]()
+        members, mesh, asked = self._members, self._members.mesh, dict[int, tuple[Fetch, Patience]]()
         more_at, until = -math.inf, mesh.clock() + _TURN_SECONDS
-
-        def answered() -> tuple[Member, Fetch] | None:
-            return next((one for one in asked.values() if one[1].outcome is not None), None)
-
         try:
             while not members.is_leaving:
-                slots = self._givers(least, given_up)
-                seen.update(slots.values())
-                for slot in asked.keys() - set(slots):  # it has left, or begun anew
-                    mesh.cancel(asked.pop(slot)[1])
-                left = [slot for slot in slots if slot not in asked]
-                if left and (not asked or mesh.clock() >= more_at):
-                    member, more_at = slots[left[0]], mesh.clock() + _ASK_SECONDS
-                    asked[left[0]] = member, mesh.begin(member, _asked(mesh.me))
+                slots = self._givers(least, {*given_up, *asked})
+                is_waiting = any(mesh.reaches(fetch.giver) for fetch, _ in asked.values())
+                if slots and not (is_waiting and mesh.clock() < more_at):
+                    slot, member = next(iter(slots.items()))
+                    more_at = mesh.clock() + _ASK_SECONDS
+                    patience = Patience(
+                        mesh, member, end_by=lambda: until, seconds=math.inf, absent_seconds=_BACK_SECONDS
+                    )
+                    asked[slot] = mesh.begin(member, _asked(mesh.me)), patience
                     if members.status.phase == "training":  # or a giver could wait for this replica
                         members.go_on(-1, "behind")
                 if not asked:
-                    lost = [giver for giver in seen if not (mesh.reaches(giver) or giver.slot in given_up)]
-                    if not self._are_back(lost):
-                        return None
-                    continue
-                mesh.wait(answered, mesh.clock() + 1.0)
-                if (found := answered()) is not None:
-                    return found[0], self._read(found[1].outcome, least)
-                if mesh.clock() >= until:
-                    return next(iter(asked.values()))[0], "its turn does not come"
+                    return None
+                mesh.wait(
+                    lambda: any(fetch.outcome is not None for fetch, _ in asked.values()), mesh.clock() + 1.0
+                )
+                for slot, (fetch, patience) in list(asked.items()):
+                    if fetch.outcome is not None:
+                        return fetch.giver, self._read(fetch.outcome, least)
+                    try:
+                        patience.check()
+                    except LostError:
+                        if mesh.reaches(fetch.giver):
+                            return fetch.giver, "its turn does not come"
+                        mesh.cancel(asked.pop(slot)[0])
             return None
         finally:
-            for _, fetch in asked.values():
+            for fetch, _ in asked.values():
                 mesh.cancel(fetch)
 
     def _givers(self, least: int, given_up: Collection[int]) -> dict[int, Member]:
@@ -346,18 +343,6 @@ class States:
         for piece in mesh.fetch_all((f"{base}{at}" for at in range(number)), _WINDOW, patience):
             yield piece
             came = mesh.clock()
-
-    def _are_back(self, givers: Sequence[Member]) -> bool:
-        """Wait until one of some givers is reached again; return whether one is."""
-        assert self._members is not None
-        mesh, why_not = self._members.mesh, self._members.why_stopped
-
-        def is_over() -> bool:
-            may_come = [giver for giver in givers if mesh.may_come(giver)]
-            return any(map(mesh.reaches, may_come)) or not may_come or bool(why_not())
-
-        mesh.wait(is_over, mesh.clock() + _BACK_SECONDS)
-        return any(mesh.reaches(giver) and mesh.may_come(giver) for giver in givers)
 
 
 def furthest(steps: Mapping[int, int], own: int, least: int, given_up: Collection[int] = ()) -> list[int]:

@@ -3,7 +3,6 @@
 A later process of a slot replaces an earlier one, and a higher number a lower one.
 """
 
-import base64
 import json
 import re
 import threading
@@ -12,7 +11,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
+from pydantic import (
+    AfterValidator,
+    Base64Bytes,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+)
 
 from megatron_noloco.settings import MOST_FRAGMENTS, MOST_SLOTS
 
@@ -29,7 +37,6 @@ MOST_SIGNED_BYTES = 2**18  # of a status as it travels
 MOST_ADDRESSES = 4
 _DAY_NS = 86_400 * 10**9
 _CLOCKLESS_NS = 1_767_225_600 * 10**9  # a clock before 2026 is wrong
-_LARGEST = 2**63
 _ADDRESS = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9][A-Za-z0-9_.-]*)):(?P<port>[0-9]{1,5})"
 )
@@ -170,11 +177,15 @@ class SignedStatus:
         certificate: of the member, DER.
     """
 
-    member: Member
-    number: int
-    text: str
-    certificate: bytes
-    signature: bytes
+    member: Annotated[
+        Member,
+        PlainValidator(lambda text: Member.parse(text if isinstance(text, str) else "")),
+        PlainSerializer(str),
+    ]
+    number: Annotated[int, Field(strict=True, gt=0, lt=2**63)]
+    text: Annotated[str, Field(max_length=MOST_STATUS_BYTES)]
+    certificate: Base64Bytes
+    signature: Base64Bytes
 
     @cached_property
     def status(self) -> PeerStatus:
@@ -184,34 +195,22 @@ class SignedStatus:
     @cached_property
     def line(self) -> bytes:
         """The status as one line of JSON."""
-        content = {
-            "member": str(self.member),
-            "number": self.number,
-            "text": self.text,
-            "certificate": base64.b64encode(self.certificate).decode(),
-            "signature": base64.b64encode(self.signature).decode(),
-        }
-        return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+        return _SIGNED.dump_json(self) + b"\n"
 
     @classmethod
     def parse(cls, content: Any) -> "SignedStatus":
         """Return the status that an object of JSON holds; raises ValueError. `Statuses.take` checks the rest."""
-        names = ("member", "text", "certificate", "signature")
-        if not isinstance(content, dict) or not all(isinstance(content.get(name), str) for name in names):
-            raise ValueError("is no status")
-        number = content.get("number")
-        if type(number) is not int or not 0 < number < _LARGEST:
-            raise ValueError("has no number")
-        if len(content["text"]) > MOST_STATUS_BYTES:
-            raise ValueError(f"has a text of more than {MOST_STATUS_BYTES} bytes")
-        certificate, signature = (
-            base64.b64decode(content[name], validate=True) for name in ("certificate", "signature")
-        )
-        return cls(Member.parse(content["member"]), number, content["text"], certificate, signature)
+        try:
+            return _SIGNED.validate_python(content)
+        except ValidationError:
+            raise ValueError("is no status") from None
 
     def signed_text(self, run: int) -> bytes:
         """Return what the signature is over."""
         return f"{run:016x}\n{self.member}\n{self.number}\n{self.text}".encode(errors="surrogatepass")
+
+
+_SIGNED = TypeAdapter(SignedStatus)
 
 
 class Statuses:

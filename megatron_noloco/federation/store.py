@@ -15,8 +15,6 @@ import random
 import secrets
 import shutil
 import stat
-import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -220,29 +218,3 @@ def _read_file(name: str, folder: int, most: int) -> bytes:
             return file.read(status.st_size)
     finally:
         os.close(descriptor)
-
-
-def seconds_of_calls(folder: Store) -> dict[str, float]:
-    """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError.
-
-    The folder must exist.
-    """
-    name, content = f"try-{uuid.uuid4().hex}", os.urandom(2**20)
-    calls = {
-        "write": (lambda: folder.put(name, content), None, ""),
-        "list": (lambda: name in folder.names(), True, "not listed"),
-        "read": (lambda: folder.get(name, len(content)), content, "read otherwise"),
-        "remove": (lambda: folder.remove([name]), None, ""),
-    }
-    seconds = {}
-    try:
-        for verb, (call, expected, problem) in calls.items():
-            began = time.perf_counter()
-            if call() != expected:
-                raise OSError(f"a file that was written is {problem} in {folder.url}")
-            seconds[verb] = time.perf_counter() - began
-    except OSError:
-        with suppress(OSError):
-            folder.remove([name])
-        raise
-    return seconds

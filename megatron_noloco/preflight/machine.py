@@ -1,9 +1,13 @@
 """Is this machine ready: GPUs, network interfaces and shared memory. `mpi` tests MPI."""
 
+import os
 import platform
 import shutil
 import socket
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from ipaddress import ip_address
@@ -14,7 +18,7 @@ import psutil
 import torch
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.store import Store, seconds_of_calls
+from megatron_noloco.federation.store import Store
 from megatron_noloco.settings import TCP
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -91,6 +95,32 @@ def check_folder(url: str) -> Finding:
     tried = f"{folder.url}{', made now' * is_new}, a file of 1 MiB: {took}"
     advice = "on each further machine it must be there already: else it is another folder, or not mounted"
     return Finding("rendezvous", "note" if is_new else "ok", tried, advice * is_new, seconds)
+
+
+def seconds_of_calls(folder: Store) -> dict[str, float]:
+    """Write a file, list it, read it and remove it; return the seconds of each. Raises OSError.
+
+    The folder must exist.
+    """
+    name, content = f"try-{uuid.uuid4().hex}", os.urandom(2**20)
+    calls = {
+        "write": (lambda: folder.put(name, content), None, ""),
+        "list": (lambda: name in folder.names(), True, "not listed"),
+        "read": (lambda: folder.get(name, len(content)), content, "read otherwise"),
+        "remove": (lambda: folder.remove([name]), None, ""),
+    }
+    seconds = {}
+    try:
+        for verb, (call, expected, problem) in calls.items():
+            began = time.perf_counter()
+            if call() != expected:
+                raise OSError(f"a file that was written is {problem} in {folder.url}")
+            seconds[verb] = time.perf_counter() - began
+    except OSError:
+        with suppress(OSError):
+            folder.remove([name])
+        raise
+    return seconds
 
 
 def check_packages() -> Iterator[Finding]:

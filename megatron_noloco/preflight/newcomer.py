@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,13 +106,7 @@ def _data(needs: Sequence[str], local: Local) -> dict[str, str]:
 
 def check_member_file(invitation: Invitation) -> None:
     """Raise UserError where an invitation has ended, or its member file is not good."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_private(path := Path(folder) / "member.pem", invitation.member_file)
-        try:
-            Keys.read(path).identity(invitation.slot)
-        except UserError as error:
-            text = str(error).replace(f"federation.key_file: {path}", "the invitation")
-            raise UserError(f"join: {text}") from None
+    Keys.of(invitation.member_file, "join: the invitation").identity(invitation.slot)
 
 
 def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object]) -> tuple[Path, int]:

@@ -74,10 +74,12 @@ def key_of_version_0_4() -> str:
 BEGIN = "-----BEGIN "
 
 
-def test_a_file_without_a_key_is_refused_in_one_line(keys: Keys, strangers: Keys, tmp_path: Path) -> None:
+def test_a_file_without_a_key_is_refused_in_one_line(keys: Keys, tmp_path: Path) -> None:
     """Half a key has either what only others may know, or what only the owner does."""
+    for name in ("one", "other"):
+        Keys.make(tmp_path / name)
     (private, certificate), (_, another) = (
-        made._path.read_text().split(f"{BEGIN}CERT") for made in (keys, strangers)
+        (tmp_path / name).read_text().split(f"{BEGIN}CERT") for name in ("one", "other")
     )
     member = keys.member_file(7, time.time() + HOUR)
     contents = {

@@ -270,7 +270,7 @@ def test_replicas_of_a_folder_meet_over_ipv6(tmp_path: Path) -> None:
 def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -> None:
     with replicas(*[through(tmp_path, listen=None)] * 2) as (one, other):
         meet(one, other)
-        assert (one.status.addresses, one.hidden()) == ([], set())
+        assert (one.status.addresses, one.status.hidden) == ([], False)
 
 
 def test_what_is_awaited_comes_by_folder_when_https_is_gone(tmp_path: Path) -> None:

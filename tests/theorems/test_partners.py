@@ -18,15 +18,14 @@ SHORTEST, LONGEST = 10.0, 60.0
 waits = st.floats(0.0, 100.0)
 
 
-def partners(peers: dict[int, Peer] | None = None, hidden: tuple[int, ...] = ()) -> Partners:
+def partners(peers: dict[int, Peer] | None = None, **status: Any) -> Partners:
     """Return the partners of a replica that sees these others."""
     known = peers or {}
     members: Any = SimpleNamespace(
         slot=OWN,
-        status=PeerStatus(site="own"),
+        status=PeerStatus(site="own", **status),
         peers=lambda: known,
         peer=known.get,
-        hidden=lambda: {*hidden},
     )
     return Partners(members, SHORTEST, LONGEST, BEHIND)
 
@@ -138,8 +137,8 @@ def test_replica_is_avoided_for_rounds_or_until_restart(
 
 
 def test_candidates_have_sites_and_whom_nobody_can_dial() -> None:
-    peers = {1: there(3, site="site1"), 2: there(3, reached=False)}
-    known, _ = partners(peers, hidden=(2, OWN)).candidates(4)
+    peers = {1: there(3, site="site1"), 2: there(3, reached=False, hidden=True)}
+    known, _ = partners(peers, hidden=True).candidates(4)
     assert known.members == {1, 2, OWN}
     assert known.hidden == {2, OWN}
     assert known.present - known.free == {2}
