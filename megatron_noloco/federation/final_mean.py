@@ -105,7 +105,6 @@ class FinalMean:
         is_late: whether there is no mean, since the others have theirs without this replica.
     """
 
-    rounding = None
     done = False  # before `finish`
 
     def __init__(self, replica: Replica, left_out: Mapping[int, str]) -> None:
@@ -116,8 +115,18 @@ class FinalMean:
         self._vector, self.stopped, self.is_late = NOTHING, False, False
         self.report = ExchangeReport(())
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
-        """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
+    def begin(
+        self,
+        vector: Tensor,
+        group: Group,
+        number: int,
+        what: str,
+        exact: Ranges = (),
+        rounding: Tensor | None = None,
+    ) -> None:
+        """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`; `rounding` is None,
+        since fp32 keeps nothing.
+        """
         self._vector, self.report = vector.to(HOST), ExchangeReport(group)
         if (late := late_change(self._replica, len(vector))) is not None:
             self._vector += late
