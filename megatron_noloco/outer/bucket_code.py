@@ -5,6 +5,7 @@ difference was larger than the digits so far hold; of the others the mean is kno
 is left over, as are the blocks that are not to be coded. A GPU runs as many kernels however many blocks are open.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +98,8 @@ class BucketCode:
         self._sizes = torch.full((blocks,), BLOCK, dtype=torch.float32, device=HOST)
         self._sizes[-1] -= self._missing
         self._open(torch.arange(blocks, dtype=torch.int64, device=HOST), [[] for _ in range(code.others)])
-        self.codec.sketch(bucket, code.signs, self.sketches)
+        for at in self._pieces(slice(0, blocks)):
+            self.codec.sketch(bucket[at.start * BLOCK : at.stop * BLOCK], code.signs, self.sketches[at])
         wait_for(bucket.device)
 
     def _open(self, numbers: Tensor, lower: list[list[Tensor]]) -> None:
@@ -125,10 +127,11 @@ class BucketCode:
 
     def encode(self) -> Coded:
         """Return the next digit of the open blocks, and the checksums, which are to be sent."""
-        mine = self._codes("my", len(self.numbers))
-        self.codec.encode(self._blocks(), self.digits - 1, mine)
+        codes, checksums = self._codes("my", len(self.numbers))
+        for at in self._pieces(self._all):
+            self.codec.encode(self._blocks(at), self.digits - 1, (codes[at], checksums[at]))
         wait_for(self._bucket.device)
-        return mine
+        return codes, checksums
 
     def left_over(self) -> Tensor:
         """Return the elements that the codes do not hold, in host memory; complete when no block is open."""
@@ -146,14 +149,24 @@ class BucketCode:
         if self._code.rounding is not None:
             write(torch.zeros_like(rows), numbers, self._code.rounding)
 
-    def _blocks(self, part: slice = slice(None)) -> Blocks:
-        """Return a part of the open blocks."""
-        return Blocks(self._bucket, self._here(self.numbers[part]), self._here(self.steps[part]))
+    @property
+    def _all(self) -> slice:
+        return slice(0, len(self.numbers))
 
-    def _received(self) -> list[Received]:
-        """Return what the other members have sent of `part`, where the bucket lies."""
+    def _pieces(self, part: slice) -> Iterator[slice]:
+        """Yield a part of the open blocks in pieces, of which the codec works on one at a time."""
+        for start in range(part.start, part.stop, self.codec.at_once):
+            yield slice(start, min(start + self.codec.at_once, part.stop))
+
+    def _blocks(self, at: slice) -> Blocks:
+        """Return some of the open blocks."""
+        return Blocks(self._bucket, self._here(self.numbers[at]), self._here(self.steps[at]))
+
+    def _received(self, at: slice) -> list[Received]:
+        """Return what the other members have sent of some open blocks of `part`, where the bucket lies."""
+        at = slice(at.start - self.part.start, at.stop - self.part.start)
         return [
-            ([self._here(digit) for digit in digits], self._here(checksums))
+            ([self._here(digit[at]) for digit in digits], self._here(checksums[at]))
             for digits, (_, checksums) in zip(self._digits, self.theirs, strict=True)
         ]
 
@@ -161,8 +174,8 @@ class BucketCode:
         """Return a part of a message where the bucket lies."""
         return part.to(self._bucket.device, non_blocking=True)
 
-    def _note(self, found: Found) -> None:
-        """Fill `held` of `part`, and add it to the report, after a wait for the device.
+    def _note(self, at: slice, found: Found) -> None:
+        """Fill `held` of some open blocks, and add them to the report, after a wait for the device.
 
         Raises UnequalError for vectors that differ in length.
         """
@@ -170,8 +183,8 @@ class BucketCode:
         wait_for(self._bucket.device)
         if unequal:
             raise UnequalError
-        self.held[self.part] = right
-        steps, sizes = self.steps[self.part] * right, self._sizes[self.part] * right
+        self.held[at] = right
+        steps, sizes = self.steps[at] * right, self._sizes[at] * right
         error = float(torch.dot(steps.square_(), sizes)) / 12
         self._report.squared_error += error
         self._report.squared_deviation += max(0.0, float(squares) - error)  # the rounding's own variance
@@ -204,8 +217,9 @@ class PairCode(BucketCode):
 
         Raises UnequalError for vectors that differ in length.
         """
-        (theirs,) = self._received()
-        self._note(self.codec.average(self._blocks(), theirs, self.mean))
+        for at in self._pieces(self._all):
+            (theirs,) = self._received(at)
+            self._note(at, self.codec.average(self._blocks(at), theirs, self.mean))
         self._next_digit()
 
 
@@ -222,10 +236,13 @@ class GroupCode(BucketCode):
         """Form the sums of the own part, and find which blocks the codes hold. Raises UnequalError."""
         dtype = wide_type(self.codec.bits * self.digits, 1 + self._code.others)
         self.sums = self._buffers.get(f"sums {self.digits}", dtype, len(self.numbers), BLOCK)
-        self._note(self.codec.sum_of(self._blocks(self.part), self._received(), self.sums[self.part]))
+        for at in self._pieces(self.part):
+            self._note(at, self.codec.sum_of(self._blocks(at), self._received(at), self.sums[at]))
 
     def average(self) -> None:
         """Form the mean of the blocks that the codes hold, and go on to the next digit of the others."""
-        summed = self._here(self.held), self._here(self.sums), 1 + self._code.others
-        self.codec.average_sums(self._blocks(), *summed, (self.mean, self._code.rounding))
+        members, out = 1 + self._code.others, (self.mean, self._code.rounding)
+        for at in self._pieces(self._all):
+            held, sums = self._here(self.held[at]), self._here(self.sums[at])
+            self.codec.average_sums(self._blocks(at), held, sums, members, out)
         self._next_digit()

@@ -4,6 +4,7 @@ A round codes its vector in some tens of operations of torch, each of which read
 same bits. Only the variance for reports is added up in another order.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, byref, c_double, c_float, c_int64, c_void_p
 from typing import Any
@@ -31,6 +32,7 @@ class HostCodec(Codec):
 
     def __init__(self, bits: int, kernels: CDLL) -> None:
         super().__init__(bits)
+        self.at_once = sys.maxsize
         self._c = kernels
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:

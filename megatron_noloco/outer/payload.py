@@ -44,6 +44,7 @@ added up in another order. Steps are found on the host, from sketches, which are
 where a CPU divides by 5, and a pair of both would not agree on steps.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -58,6 +59,7 @@ from megatron_noloco.plans.payloads import BITS, CODES, keeps_rounding
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
 _CELL = BLOCK // CELLS
+_IN_CACHE = 512  # blocks: 1 MiB of fp32
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
 _NEAR = 2  # blocks on each side, see `_smooth`
@@ -163,6 +165,7 @@ class Codec:
     Messages may lie on the host.
 
     Attributes:
+        at_once: blocks that are best worked on at a time.
         weights: w of the checksums, int32 of shape [BLOCK].
     """
 
@@ -171,6 +174,7 @@ class Codec:
             raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
         self.bits, self.device = bits, device
         self.block_bytes = BLOCK * bits // 8
+        self.at_once = _IN_CACHE if device == HOST else sys.maxsize
         self.weights = _checksum_weights().to(device)
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:

@@ -3,11 +3,9 @@
 import math
 import mmap
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -97,25 +95,21 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Spans:
-    """Shows some ranges of a vector as a vector of their own, in the order given."""
+    """Shows some ranges of a vector as a vector of their own, in the order given.
+
+    Attributes:
+        length: number of elements in all ranges.
+    """
 
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
-        self._places = list(accumulate((stop - start for start, stop in ranges), initial=0))
-
-    @property
-    def length(self) -> int:
-        """Number of elements in all ranges."""
-        return self._places[-1]
+        self._joined = Joined([range(*ends) for ends in ranges])
+        self.length = self._joined.length
 
     def within(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Yield elements start..stop in pieces: the place of each in these ranges' vector and in the whole one."""
-        for index in range(bisect_right(self._places, start) - 1, len(self.ranges)):
-            if self._places[index] >= stop:
-                break
-            first, last = max(start, self._places[index]), min(stop, self._places[index + 1])
-            shift = self.ranges[index][0] - self._places[index]
-            yield slice(first, last), slice(first + shift, last + shift)
+        for place, ours in self._joined.overlaps(start, stop - start):
+            yield slice(start + ours.start, start + ours.stop), slice(place.start, place.stop)
 
     def gather(self, vector: Tensor, out: Tensor) -> Tensor:
         """Fill `out`, of `length` elements, from the whole vector."""
@@ -211,7 +205,7 @@ class OuterVectors:
         wait_for(self.home)
 
     @torch.no_grad()
-    def outer_step(self, spans: Spans, mean: MeanPiece, after: "Tensor | Joined") -> None:
+    def outer_step(self, spans: Spans, mean: MeanPiece, after: "Tensor | Joined[Tensor]") -> None:
         """Take the outer step of a piece.
 
         To be called inside `side.used()`; then it does not wait for local steps that are queued on an accelerator.

@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,24 +147,32 @@ def check_sound(tensors: Iterable[tuple[str, Tensor]]) -> None:
         raise UserError(f"the weights lie on {' and '.join(sorted(devices))}; all must be on one device")
 
 
-class Joined:
-    """Finds elements of a flat vector in the flat tensors that it consists of, one after the other."""
+_Part = TypeVar("_Part", Tensor, range)
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
+
+class Joined(Generic[_Part]):
+    """Finds elements of a flat vector in its parts, one after the other: flat tensors, or ranges of a vector.
+
+    Attributes:
+        length: of the vector.
+    """
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
-        self._ends = list(accumulate(part.numel() for part in parts))
+        self._ends = list(accumulate(map(len, parts)))
+        self.length = self._ends[-1] if parts else 0
 
-    def overlaps(self, start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield views of the tensors that hold elements start..start + length, each with its place among those.
+    def overlaps(self, start: int, length: int) -> Iterator[tuple[_Part, slice]]:
+        """Yield what the parts have of elements start..start + length, each with its place among these.
 
         Raises UserError when the vector has no such elements.
         """
-        stop, all_of = start + length, self._ends[-1] if self._ends else 0
-        if not 0 <= start <= stop <= all_of:
-            raise UserError(f"elements {start} to {stop} lie outside a vector of {all_of}")
+        stop = start + length
+        if not 0 <= start <= stop <= self.length:
+            raise UserError(f"elements {start} to {stop} lie outside a vector of {self.length}")
         for index in range(bisect_right(self._ends, start), len(self._parts)):
             part, end = self._parts[index], self._ends[index]
-            begin = end - part.numel()
+            begin = end - len(part)
             if begin >= stop:
                 break
             first, last = max(start, begin), min(stop, end)

@@ -94,8 +94,8 @@ MUTANTS = {
     "codes are sent before they are computed": Mutant(
         "outer/bucket_code.py",
         ROUNDS,
-        "wait_for(self._bucket.device)\n        return mine",
-        "pass\n        return mine",
+        "wait_for(self._bucket.device)\n        return codes",
+        "pass\n        return codes",
     ),
     "verdicts are read before they are there": Mutant(
         "outer/bucket_code.py", ROUNDS, "wait_for(self._bucket.device)\n        if", "pass\n        if"
