@@ -13,20 +13,16 @@ from megatron_noloco import __version__
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.preflight.invitation import Invitation, invitation_in, reserve, text_of
+from tests.kit.ranks import federation_keys
 
 DAY = 86400.0
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys.make(tmp_path_factory.mktemp("keys") / "key")
-
-
-@pytest.fixture(scope="module")
-def made(keys: Keys) -> Invitation:
+def made() -> Invitation:
     return Invitation(
         slot=5,
-        member_file=keys.member_file(5, time.time() + DAY),
+        member_file=federation_keys().member_file(5, time.time() + DAY),
         folder="",
         addresses=["first.example.org:29600", "[2001:db8::1]:29600"],
         config={"training": {"train_iters": 100}, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
@@ -42,12 +38,12 @@ def refused(text: str) -> str:
     return str(error.value)
 
 
-def test_an_invitation_is_read_as_it_was_written(made: Invitation, keys: Keys, tmp_path: Path) -> None:
+def test_an_invitation_is_read_as_it_was_written(made: Invitation, tmp_path: Path) -> None:
     found = invitation_in(text_of(made))
     assert found == made
     (path := tmp_path / "member.pem").write_text(found.member_file)
     member = Keys.read(path)
-    assert (member.slot, member.can_invite, member._authority) == (5, False, keys._authority)
+    assert (member.slot, member.can_invite, member._authority) == (5, False, federation_keys()._authority)
     assert member.identity(5).slot == 5
 
 

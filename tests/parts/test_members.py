@@ -254,12 +254,18 @@ def test_who_leaves_after_a_round_leaves_nobody_in_doubt(payload: str, is_stoppe
 
 
 def test_hundreds_of_rounds_may_be_under_way() -> None:
-    """As many as a federation may have fragments; none of their verdicts is forgotten."""
+    """As many as a federation may have fragments; none of their verdicts is forgotten before its round is over."""
     one, other = (members_of(World(), slot) for slot in range(2))
-    for number in range(MOST_FRAGMENTS):
-        one.begin_round(LARGEST - number, MOST_SLOTS - 1)
+    numbers = [*range(LARGEST - MOST_FRAGMENTS + 1, LARGEST + 1)]
+    one.change(partners=dict.fromkeys(numbers[:-3], MOST_SLOTS - 1), under_way=numbers[:-3])
+    for number in numbers[-3:]:
+        one.begin_round(number, MOST_SLOTS - 1)
+    one.end_round(numbers[7])
+    assert one.mesh.statuses.own is not None
     other.mesh.take(one.mesh.statuses.own)
-    assert len(other.mesh.known()[one.mesh.me].under_way) == MOST_FRAGMENTS
+    found = other.mesh.known()[one.mesh.me]
+    assert found.under_way == numbers[:7] + numbers[8:]
+    assert [*found.partners] == numbers
 
 
 def test_who_leaves_waits_for_no_partner_that_it_never_met() -> None:

@@ -247,11 +247,12 @@ def test_jobs_that_share_a_folder_invite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whether or not a job runs. The slots of a running job and of the first machine are not given away."""
-    monkeypatch.setattr(inviting, "_LOOK_SECONDS", 5.0)
+    monkeypatch.setattr(inviting, "_LOOK_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     shared = f"file://{tmp_path}/our run"
     place = Place(tmp_path, rendezvous=shared, listen="off")
     assert place.invite() == 0
+    monkeypatch.setattr(inviting, "_LOOK_SECONDS", 5.0)
     network = network_for(load_config(place.path))
     statuses = Statuses(network.run, Member(1, time.time_ns()), place.keys.identity(1))
     mesh = Mesh(statuses, [FolderCarrier(Store.of(shared), network.digests)], print)

@@ -15,7 +15,6 @@ from megatron_noloco.model.architecture import Architecture
 from tests.kit.hf_folders import exported, make_model, random_weights, write_folder
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-INDEX = "model.safetensors.index.json"
 Weights = dict[str, Tensor]
 
 

@@ -11,40 +11,35 @@ import pytest
 
 from tests.kit.ranks import by_hand, run_mpi, run_python
 
-IN_FOLDER = {"bench checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "median_seconds")}
-ALONE = {
-    "bench host": ("--weights 4096 --repeats 1", "core seconds, int8, groups of 4"),
-    "bench payload": ("--elements 2048 --repeats 1", "ways"),
-    "bench throughput": ("--size tiny --warm-ups 1 --repeats 1", "ours_over_it"),
-    "gpu_check.coding": ("--elements 8192 --repeats 1 --device cpu", "figure"),
-    "gpu_check.attached": ("--device cpu", "figure"),
+# How it is run, its options, and what it prints. Those of this process set nothing up before their imports.
+TOOLS: dict[str, tuple[str, str, str]] = {
+    "bench checkpoint": ("in a folder", "--hidden-size 16 --layers 1 --repeats 1", "median_seconds"),
+    "bench exchange": ("on 2 ranks", "--megabytes 0.01 --repeats 1", "transport_time_over"),
+    "bench federation": (
+        "here",
+        "--megabytes 1 --repeats 1 --pause 0 --payloads int8",
+        "seconds_of_small_rounds",
+    ),
+    "bench host": ("here", "--weights 4096 --repeats 1", "core seconds, int8, groups of 4"),
+    "bench overlap": ("on 2 ranks", "--megabytes 0.01 --repeats 1", "exchange_seconds"),
+    "bench payload": ("here", "--elements 2048 --repeats 1", "ways"),
+    "bench routing": ("alone", "--hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
+    "bench throughput": ("alone", "--size tiny --warm-ups 1 --repeats 1", "ours_over_it"),
+    "faults soak": ("here", "--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
+    "gpu_check.attached": ("alone", "--device cpu", "figure"),
+    "gpu_check.coding": ("here", "--elements 8192 --repeats 1 --device cpu", "figure"),
     "gpu_check.replicas": (
+        "alone",
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
         "peer",
     ),
-    "faults soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
-    "bench federation": ("--megabytes 1 --repeats 1 --pause 0 --payloads int8", "seconds_of_small_rounds"),
-    "bench routing": ("--hidden 16 --seq-length 8 --repeats 1", "median_over_off"),
 }
-OF_RANKS = {
-    "bench exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),
-    "bench overlap": (2, "--megabytes 0.01 --repeats 1", "exchange_seconds"),
-}
-
-
-# Need no process of their own: they set nothing up before their imports.
-IN_THIS_PROCESS = ("bench host", "bench payload", "bench federation", "gpu_check.coding", "faults soak")
-# bench overlap is run by test_netlab.py as well.
-SECONDS_LONG = (
-    "bench checkpoint",
-    "bench exchange",
-    "bench federation",
-    "bench overlap",
-    "bench routing",
-    "bench throughput",
-    "gpu_check.attached",
-    "gpu_check.replicas",
-)
+QUICK = (
+    "bench host",
+    "bench payload",
+    "faults soak",
+    "gpu_check.coding",
+)  # test_netlab.py runs bench overlap too
 
 
 def printed(output: str) -> dict[str, Any]:
@@ -57,10 +52,25 @@ def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
     return printed(finished.stdout)
 
 
-@pytest.mark.parametrize("name", by_hand(IN_FOLDER, SECONDS_LONG))
-def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
-    options, figure = IN_FOLDER[name]
-    assert figure in run(name, [*options.split(), "--folder", str(tmp_path)])
+@pytest.mark.parametrize("name", by_hand(TOOLS, TOOLS.keys() - {*QUICK}))
+def test_a_tool_prints_what_it_measures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (how, options, figure), (module, *case) = TOOLS[name], name.split()
+    words = [*case, *options.split()]
+    if how == "here":
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with suppress(SystemExit):
+            runpy.run_module(f"tools.{module}", run_name="__main__")
+        found = printed(capsys.readouterr().out)
+    elif how == "on 2 ranks":
+        finished = run_mpi(2, f"tools.{module}", words, timeout=180)
+        assert finished.returncode == 0, finished.stderr
+        found = printed(finished.stdout)
+    else:
+        folder = ["--folder", str(tmp_path)] if how == "in a folder" else []
+        found = run(name, [*options.split(), *folder])
+    assert figure in json.dumps(found)
 
 
 @pytest.mark.slow
@@ -94,30 +104,3 @@ def test_a_slow_replica_costs_less_as_a_separate_job(tmp_path: Path) -> None:
     found = run("faults uneven", [*few.split(), "--output", str(tmp_path / "uneven")], timeout=500)["found"]
     assert found["one_slow"]["NoLoCo"]["left_out"] == 0
     assert found["one_slow"]["NoLoCo, separate jobs"]["left_out"] > 0
-
-
-@pytest.mark.parametrize(
-    "name", by_hand([name for name in ALONE if name not in IN_THIS_PROCESS], SECONDS_LONG)
-)
-def test_a_tool_prints_what_it_measures(name: str) -> None:
-    options, figure = ALONE[name]
-    assert figure in json.dumps(run(name, options.split()))
-
-
-@pytest.mark.parametrize("name", by_hand(IN_THIS_PROCESS, SECONDS_LONG))
-def test_a_tool_prints_it_in_any_process(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (module, *case), (options, figure) = name.split(), ALONE[name]
-    monkeypatch.setattr(sys, "argv", [module, *case, *options.split()])
-    with suppress(SystemExit):
-        runpy.run_module(f"tools.{module}", run_name="__main__")
-    assert figure in json.dumps(printed(capsys.readouterr().out))
-
-
-@pytest.mark.parametrize("name", by_hand(OF_RANKS, SECONDS_LONG))
-def test_a_tool_of_several_ranks(name: str) -> None:
-    ranks, options, figure = OF_RANKS[name]
-    finished = run_mpi(ranks, "tools.bench", [*name.split()[1:], *options.split()], timeout=180)
-    assert finished.returncode == 0, finished.stderr
-    assert figure in json.dumps(printed(finished.stdout))

@@ -20,18 +20,14 @@ from megatron_noloco.federation.statuses import (
     is_address,
     split_address,
 )
+from tests.kit.ranks import federation_keys
 
 RUN = 5
 NOW = time.time_ns()
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    return Keys.make(tmp_path_factory.mktemp("keys") / "key")
-
-
-def statuses_of(keys: Keys, slot: int, incarnation: int = NOW, run: int = RUN) -> Statuses:
-    return Statuses(run, Member(slot, incarnation), keys.identity(slot))
+def statuses_of(slot: int, incarnation: int = NOW, run: int = RUN, keys: Keys | None = None) -> Statuses:
+    return Statuses(run, Member(slot, incarnation), (keys or federation_keys()).identity(slot))
 
 
 def signed_by(statuses: Statuses, **status: Any) -> SignedStatus:
@@ -45,8 +41,8 @@ def passed_on(signed: SignedStatus) -> SignedStatus:
     return SignedStatus.parse(json.loads(signed.line))
 
 
-def test_a_status_arrives_as_it_was_signed(keys: Keys) -> None:
-    one, other = (statuses_of(keys, slot) for slot in (1, 2))
+def test_a_status_arrives_as_it_was_signed() -> None:
+    one, other = (statuses_of(slot) for slot in (1, 2))
     status = PeerStatus(addresses=["a:1"], step=3, partners={7: 2}, rows=[(1, "ä")])
     one.sign(status)
     assert one.own is not None
@@ -55,9 +51,9 @@ def test_a_status_arrives_as_it_was_signed(keys: Keys) -> None:
     assert other._newest[1].member == Member(1, NOW)
 
 
-def test_later_processes_and_higher_numbers_replace_others(keys: Keys) -> None:
-    other = statuses_of(keys, 2)
-    earlier, later = statuses_of(keys, 1, NOW), statuses_of(keys, 1, NOW + 1)
+def test_later_processes_and_higher_numbers_replace_others() -> None:
+    other = statuses_of(2)
+    earlier, later = statuses_of(1, NOW), statuses_of(1, NOW + 1)
     first, second = signed_by(earlier, step=1), signed_by(earlier, step=2)
     assert other.take(second)
     assert not other.take(second)
@@ -68,17 +64,17 @@ def test_later_processes_and_higher_numbers_replace_others(keys: Keys) -> None:
     assert other._newest[1].status.step == 3
 
 
-def test_of_the_own_slot_only_later_processes_are_taken(keys: Keys) -> None:
-    own = statuses_of(keys, 1)
+def test_of_the_own_slot_only_later_processes_are_taken() -> None:
+    own = statuses_of(1)
     for incarnation in (NOW - 1, NOW):
-        assert not own.take(signed_by(statuses_of(keys, 1, incarnation)))
-    assert own.take(signed_by(statuses_of(keys, 1, NOW + 1)))
+        assert not own.take(signed_by(statuses_of(1, incarnation)))
+    assert own.take(signed_by(statuses_of(1, NOW + 1)))
     assert own._newest[1].member == Member(1, NOW + 1)
 
 
-def test_a_status_is_of_one_member_number_text_and_run(keys: Keys, tmp_path: Path) -> None:
-    other, signed = statuses_of(keys, 2), signed_by(statuses_of(keys, 1), step=1)
-    stranger = signed_by(statuses_of(Keys.make(tmp_path / "key"), 1), step=1)
+def test_a_status_is_of_one_member_number_text_and_run(tmp_path: Path) -> None:
+    other, signed = statuses_of(2), signed_by(statuses_of(1), step=1)
+    stranger = signed_by(statuses_of(1, keys=Keys.make(tmp_path / "key")), step=1)
     forged = [
         replace(signed, member=Member(3, NOW)),
         replace(signed, member=Member(1, NOW + 1)),
@@ -86,7 +82,7 @@ def test_a_status_is_of_one_member_number_text_and_run(keys: Keys, tmp_path: Pat
         replace(signed, text='{"step":2}'),
         replace(signed, signature=b""),
         replace(signed, certificate=b""),
-        signed_by(statuses_of(keys, 1, run=RUN + 1), step=1),
+        signed_by(statuses_of(1, run=RUN + 1), step=1),
         stranger,
     ]
     for one in forged:
@@ -96,18 +92,18 @@ def test_a_status_is_of_one_member_number_text_and_run(keys: Keys, tmp_path: Pat
     assert other.take(signed)
 
 
-def test_a_process_that_starts_in_the_future_is_refused(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_starts_in_the_future_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     day = 86_400 * 10**9
-    ahead = signed_by(statuses_of(keys, 1, time.time_ns() + 2 * day))
+    ahead = signed_by(statuses_of(1, time.time_ns() + 2 * day))
     with pytest.raises(ValueError, match="more than a day after this machine's time"):
-        statuses_of(keys, 2).take(ahead)
-    assert statuses_of(keys, 2).take(signed_by(statuses_of(keys, 1, time.time_ns() + day // 2)))
+        statuses_of(2).take(ahead)
+    assert statuses_of(2).take(signed_by(statuses_of(1, time.time_ns() + day // 2)))
     monkeypatch.setattr("time.time_ns", lambda: 10**9)  # a machine without a clock cannot judge
-    assert statuses_of(keys, 2).take(ahead)
+    assert statuses_of(2).take(ahead)
 
 
-def test_a_status_that_is_too_long_is_refused(keys: Keys) -> None:
-    one = statuses_of(keys, 1)
+def test_a_status_that_is_too_long_is_refused() -> None:
+    one = statuses_of(1)
     with pytest.raises(ValueError, match="longer than"):
         signed_by(one, site="x" * MOST_STATUS_BYTES)
     longest = signed_by(one, site='"' * (MOST_STATUS_BYTES // 2 - 400))
@@ -134,8 +130,8 @@ def test_a_status_that_is_too_long_is_refused(keys: Keys) -> None:
         {"signature": None},
     ],
 )
-def test_malformed_statuses_are_refused(keys: Keys, change: dict[str, Any]) -> None:
-    content = json.loads(signed_by(statuses_of(keys, 1)).line)
+def test_malformed_statuses_are_refused(change: dict[str, Any]) -> None:
+    content = json.loads(signed_by(statuses_of(1)).line)
     with pytest.raises(ValueError):
         SignedStatus.parse(content | change)
     for other in (None, [], "x", {}):
@@ -144,8 +140,8 @@ def test_malformed_statuses_are_refused(keys: Keys, change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "no JSON", "[" * 8000])
-def test_a_text_that_is_no_object_is_refused(keys: Keys, text: str) -> None:
-    one, statuses = statuses_of(keys, 1), statuses_of(keys, 2)
+def test_a_text_that_is_no_object_is_refused(text: str) -> None:
+    one, statuses = statuses_of(1), statuses_of(2)
     signed = replace(signed_by(one), text=text)
     signed = replace(signed, signature=one.identity.sign(signed.signed_text(RUN)))
     with pytest.raises(ValueError):
@@ -153,9 +149,9 @@ def test_a_text_that_is_no_object_is_refused(keys: Keys, text: str) -> None:
     assert statuses.newest() == []
 
 
-def test_addresses_of_others_are_at_most_four_that_are_in_order(keys: Keys) -> None:
+def test_addresses_of_others_are_at_most_four_that_are_in_order() -> None:
     good = ["host:1", "1.2.3.4:65535", "[::1]:80", "a-b.c:9", "one.more:1"]
-    one, other = (statuses_of(keys, slot) for slot in (1, 2))
+    one, other = (statuses_of(slot) for slot in (1, 2))
     for given, kept in ((["", "host", "a b:1", "host:70000"], []), (["host:0", *good[:3]], good[:3])):
         assert other.take(passed_on(signed_by(one, addresses=given)))
         assert other._newest[1].status.addresses == kept
