@@ -44,7 +44,6 @@ CONNECTION_ERRORS = (
     web.RequestPayloadError,
     asyncio.IncompleteReadError,
 )
-_CONNECT_SECONDS = 10.0
 _CLOSE_SECONDS = 0.5
 # To a member, by their use; 0: as many as are needed.
 _MOST_CONNECTIONS = {"send large": 4, "fetch large": 4, "fetch": 0, "small": 0}
@@ -93,7 +92,7 @@ class Client:
             headers={MEMBER: str(self._statuses.me)},
             max_field_size=MOST_FIELD_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            timeout=ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=PATIENCE_SECONDS),
+            timeout=ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS, sock_read=PATIENCE_SECONDS),
         )
 
     def request(
@@ -258,7 +257,7 @@ async def why_not(address: str, error: Exception) -> str:
     elif isinstance(error, aiohttp.ConnectionTimeoutError):  # before or in the handshake
         host, port = split_address(address)
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 _, writer = await asyncio.open_connection(host, port)
             writer.transport.abort()
         except (OSError, TimeoutError):

@@ -128,6 +128,11 @@ class Neighbour:
         return [address for address in dict.fromkeys(addresses) if address]
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has left, or its certificate has ended."""
+        return self.signed.status.has_left or time.time() > self.ends
+
+    @property
     def is_linked(self) -> bool:
         """Whether there is a link, or was until now."""
         return self.link is not None or time.monotonic() - self.unlinked < self.grace
@@ -141,7 +146,7 @@ class Neighbour:
         is_dialling = (
             self.dialling is not None and not self.dialling.done()
         )  # it may have ended before it began
-        is_open = self.link is not None or is_dialling or self.signed.status.has_left
+        is_open = self.link is not None or is_dialling or self.has_ended
         return not is_open and time.monotonic() >= self.dial_at and bool(self.addresses)
 
     def put_off(self) -> float:
@@ -243,15 +248,6 @@ class Links:
             peer.grace = max(0.0, left if peer.addresses else min(left, _GRACE_SECONDS))
             peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
 
-    def is_there(self, peer: Neighbour, told: frozenset[Member] = frozenset()) -> bool:
-        """Return whether a member is there.
-
-        Args:
-            told: members to which others have links.
-        """
-        has_ended = peer.signed.status.has_left or time.time() > peer.ends
-        return not has_ended and (peer.is_linked or peer.member in told)
-
     def acts(self, member: Member) -> bool:
         """Return whether this member acts in a pair with another that is there."""
         peer = self.peer_of(member)
@@ -261,11 +257,10 @@ class Links:
         """Take the snapshots anew; return whether they differ."""
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
-        peers = self.peers.values()
-        tellers = (peer for peer in peers if peer.is_linked and not peer.signed.status.has_left)
-        told = frozenset[Member]().union(*(peer.linked for peer in tellers))
-        present = frozenset(peer.member for peer in peers if self.is_there(peer, told))
-        reachable = frozenset(peer.member for peer in peers if peer.member in present and peer.is_linked)
+        peers = [peer for peer in self.peers.values() if not peer.has_ended]
+        told = set[Member]().union(*(peer.linked for peer in peers if peer.is_linked))
+        reachable = frozenset(peer.member for peer in peers if peer.is_linked)
+        present = reachable | {peer.member for peer in peers if peer.member in told}
         linked = frozenset(peer.member for peer in peers if peer.link is not None)
         has_lost, self._linked = bool(self._linked - linked), linked
         if has_lost:

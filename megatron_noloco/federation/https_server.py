@@ -23,8 +23,7 @@ from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Piece
 CHUNK_BYTES = 2**18
 READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
 KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
-_OPEN_SECONDS = 10.0  # for the handshake
-_MOST_STRANGERS = 256  # connections within those seconds
+_MOST_STRANGERS = 256  # connections in their handshake
 _MOST_OF_A_SLOT = 128  # connections
 _ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
 MOST_FIELD_BYTES = 2**14  # of a header, such as the digests of a run
@@ -168,7 +167,7 @@ class Server:
         connection: Connection | None = None
         is_member = False
         try:
-            async with asyncio.timeout(_OPEN_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
                     self._connect, accepted, ssl=self.identity.server
                 )

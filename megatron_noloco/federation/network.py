@@ -187,8 +187,7 @@ def place_to_listen(text: str | None, seeds: Sequence[str]) -> str | None:
             "an IPv6 address in [], or * for all, and a PORT up to 65535, or 0 for any, such as "
             '"tcp://*:0"'
         )
-    place = text.removeprefix(TCP)
-    return place
+    return text.removeprefix(TCP)
 
 
 def place_to_advertise(text: str | None, listen: str | None) -> str | None:

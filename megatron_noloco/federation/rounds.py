@@ -340,7 +340,9 @@ class _Round:
         self._replica, self._number, self._transfer, self.report = replica, number, transfer, report
         self._members, self._partners = partners.members, partners
         self._mesh = self._members.mesh
-        self._partner = next(member for member in self._mesh.known() if member.slot == partner)
+        signed = self._mesh.statuses.of(partner)
+        assert signed is not None
+        self._partner = signed.member
         self._waits_since = self._begin_by = self._end_by = math.inf
         self._coding = Coding(replica.pairing.noloco.payload_bits, number, transfer.movement.exact)
         self._members.begin_round(number, partner)
@@ -494,8 +496,8 @@ class _Round:
 
     def _is_past(self) -> bool:
         """Return whether the partner will not begin this round any more."""
-        peer = self._members.peer(self._partner.slot)
-        return peer is not None and peer.status.is_without(self._members.slot, self._number)
+        signed = self._mesh.statuses.of(self._partner.slot)
+        return signed is not None and signed.status.is_without(self._members.slot, self._number)
 
     def _avoid(self, error: Exception | None, patience: Patience) -> None:
         if isinstance(error, ImplausibleError) and not error.is_ours:

@@ -170,6 +170,17 @@ def test_hidden_replicas_have_the_mean_by_way_of_a_third() -> None:
     assert {round(one.mean, 5) for one in found} == {round(7 / 3, 5)}
 
 
+def test_a_pair_that_one_side_does_not_reach_exchanges_by_way_of_others() -> None:
+    def does_not_reach_2(own: Members) -> End:
+        reaches = own.mesh.reaches
+        own.mesh.reaches = lambda member: member.slot != 2 and reaches(member)  # type: ignore[method-assign]
+        return end(own, 8.0)
+
+    assert tree(range(4), set())[3] == 2
+    found = at_their_end(World(), 4, does_not_reach_2, slot=3)
+    assert found == [End(15 / 4, (0, 1, 2, 3), "", False)] * 4
+
+
 def test_a_replica_that_never_ends_is_waited_for_and_named() -> None:
     def trains(members: Members) -> None:
         members.go_on(3)
