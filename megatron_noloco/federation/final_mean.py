@@ -117,7 +117,15 @@ class FinalMean:
         self._vector, self.stopped, self.is_late = NOTHING, False, False
         self.report = ExchangeReport(())
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
+    def begin(
+        self,
+        vector: Tensor,
+        group: Group,
+        number: int,
+        what: str,
+        exact: Ranges = (),
+        rounding: Tensor | None = None,
+    ) -> None:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
         self._vector, self.report = vector.to(HOST), ExchangeReport(group)
         if (late := late_change(self._replica, len(vector))) is not None:
