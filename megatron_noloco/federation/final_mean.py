@@ -124,9 +124,7 @@ class FinalMean:
         exact: Ranges = (),
         rounding: Tensor | None = None,
     ) -> None:
-        """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`; `rounding` is None,
-        since fp32 keeps nothing.
-        """
+        """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
         self._vector, self.report = vector.to(HOST), ExchangeReport(group)
         if (late := late_change(self._replica, len(vector))) is not None:
             self._vector += late

@@ -158,7 +158,7 @@ class Joined(Generic[_Part]):
     """
 
     def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = parts
+        self._parts: Sequence[_Part] = parts
         self._ends = list(accumulate(map(len, parts)))
         self.length = self._ends[-1] if parts else 0
 
