@@ -118,6 +118,7 @@ def test_a_federation_from_its_first_step_to_its_one_model(
     assert torch.equal(jobs["late"].at[18], jobs["sleeps"].at[18])
     has_final = [name for name in jobs if name != "killed"]
     assert all(torch.equal(jobs[name].at[STEPS], jobs["first"].at[STEPS]) for name in has_final)
+    assert all(jobs[name].mesh.statuses.own.status.phase == "left" for name in has_final)  # type: ignore[union-attr]
     known = [{*ends[name].result().replicas} for name in has_final]
     assert known == [{0, 2}, {0, 1, 2, 3}, {0, 2}, {0, 1, 2}]
     assert {report.exchange.group for report in jobs["first"].reports} == {(0, 1), (0, 2), (0, 3), (0,)}
@@ -157,10 +158,12 @@ def test_a_job_that_leaves_goes_on_where_its_last_round_was_due(data: st.DataObj
         states=None,
         catch_up=None,
     )
-    anything: Any = SimpleNamespace(check=lambda: True)
+    checked = list[int]()
+    anything: Any = SimpleNamespace(check=lambda: checked.append(len(outer.ran)))
     replica: Any = Replica(Gather(alone(7)), Place(0, None), anything, None)
     peers = FederationPeers(membership, replica, outer, anything, anything)  # type: ignore[arg-type]
     boundary = peers.leave(done)
+    assert checked == [0], "weights that are not finite come to no partner"
     assert boundary.left_out == boundary.step - done == boundary.numbers.get("total/skipped_ahead", 0)
     assert len(boundary.rounds) == len(outer.ran) <= 1
     schedule = local_steps, fragments

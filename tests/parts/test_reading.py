@@ -48,6 +48,12 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def write_facts(folder: Path, **facts: Any) -> None:
+    """Make a folder that of a job of a federation."""
+    config = {"federation": {"rendezvous": "file://there"}}
+    (folder / "run.json").write_text(json.dumps({"config": config, **facts}))
+
+
 def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     path = write(tmp_path, "03", step(1))
     log = ReplicaLog(path.parent)
@@ -277,8 +283,7 @@ VALUES = (
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_no_row_ends_watch_or_report(value: str, tmp_path: Path) -> None:
     """Of another job, or edited by hand."""
-    facts = {"steps": 10, "config": {"federation": {"rendezvous": "file://there"}}}
-    (tmp_path / "run.json").write_text(json.dumps(facts))
+    write_facts(tmp_path, steps=10)
     evaluation = {"kind": "evaluation", "step": 5, "validation/loss": 2.5}
     honest = [
         step(4, unix_seconds=time.time(), **meeting(1, 1)),
@@ -314,7 +319,7 @@ def test_a_number_is_read_as_it_was_written() -> None:
 
 
 def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps({"config": {"federation": {"rendezvous": "file://there"}}}))
+    write_facts(tmp_path)
     rows = step(2, **meeting(0, 1), unix_seconds=1.0), step(4, unix_seconds=None)
     del rows[0]["round/index"]
     write(tmp_path, "03", *rows, {"kind": "evaluation", "step": 4})
@@ -323,8 +328,7 @@ def test_page_tolerates_missing_numbers(tmp_path: Path) -> None:
 
 
 def test_of_a_federation_those_count_that_have_not_left(tmp_path: Path) -> None:
-    facts = {"steps": 10, "config": {"federation": {"rendezvous": "file://there"}}}
-    (tmp_path / "run.json").write_text(json.dumps(facts))
+    write_facts(tmp_path, steps=10)
     write(tmp_path, "00", step(6, **{"round/deadline_seconds": 5.0}), {"kind": "checkpoint", "step": 6})
     write(tmp_path / "replica_00" / "others", "01", step(8), {"kind": "checkpoint", "step": 8})
     write(tmp_path / "replica_00" / "others", "02", step(2), {"kind": "checkpoint", "step": 2})
@@ -475,8 +479,7 @@ def test_smooth_lines_keep_gaps_and_constants() -> None:
 @pytest.mark.parametrize("seconds", [600.0, 1600.0])
 def test_the_header_follows_the_jobs_that_are_there(seconds: float, tmp_path: Path) -> None:
     """The job of this folder has ended; rows of another come, or come no more."""
-    facts = {"steps": 100, "config": {"federation": {"rendezvous": "file://there"}}}
-    (tmp_path / "run.json").write_text(json.dumps(facts))
+    write_facts(tmp_path, steps=100)
     own = write(tmp_path, "00", step(6))
     os.utime(own, (own.stat().st_mtime - 600,) * 2)
     write(tmp_path / "replica_00" / "others", "01", step(8))
@@ -494,8 +497,7 @@ def test_other_jobs_are_told_when_a_row_was_written(tmp_path: Path) -> None:
     OtherJobs(members, tmp_path, 2, None).write(step(4, **meeting(1, 0)))
     write(tmp_path, "00", step(2, **meeting(0, 1), unix_seconds=time.time()))
     keep_rows(tmp_path / "replica_00" / "others", [(1, json.dumps(row)) for row in told])
-    facts = {"config": {"federation": {"rendezvous": "file://there"}}}
-    (tmp_path / "run.json").write_text(json.dumps(facts))
+    write_facts(tmp_path)
     present = {trace.name: trace for trace in timeline_of(RunLog(tmp_path))}["local steps"]
     assert list(present.y) == [0, 0, None, 1, 1, None, 1, 1, None]
 

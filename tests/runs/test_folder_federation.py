@@ -15,7 +15,6 @@ from tools.faults.replica import pause
 
 pytestmark = pytest.mark.slow
 
-STEPS = 8
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of unshare(2)
 
 
@@ -45,8 +44,6 @@ def changes(text: str, **more: Any) -> dict[str, Any]:
         "data": {"text": text},
         "federation": {"listen": "off"},
         "noloco": {"final_average": True},
-        "training": {"train_iters": STEPS},
-        "checkpoint": {"save_interval": STEPS},
     }
     return tiny(more, base)
 
@@ -63,17 +60,8 @@ def had_partners(federation: Federation, replica: int) -> int:
     return sum(bool(row.get("round/partners")) for row in federation.rows(replica))
 
 
-def test_two_jobs_without_a_route_train_one_model(tmp_path: Path, text: str) -> None:
-    with Federation(tmp_path, changes(text, federation={"start_with": 2})) as federation:
-        for replica in range(2):
-            federation.start(replica, disturb=alone)
-        federation.wait()
-        assert all(had_partners(federation, replica) for replica in range(2))
-        assert_one_model(federation, [0, 1], STEPS)
-    assert not [path for path in (tmp_path / "rendezvous").rglob("*") if path.is_file()], "nothing is left"
-
-
-def test_a_job_that_was_killed_comes_back(tmp_path: Path, text: str) -> None:
+def test_jobs_without_a_route_are_killed_come_back_and_join(tmp_path: Path, text: str) -> None:
+    """tests/runs/test_first_run.py has two such jobs, on hosts that share nothing else."""
     steps = {"training": {"train_iters": 60}, "checkpoint": {"save_interval": 4}}
     with Federation(tmp_path, changes(text, federation={"start_with": 2}, **steps)) as federation:
         for replica in range(2):
@@ -81,21 +69,13 @@ def test_a_job_that_was_killed_comes_back(tmp_path: Path, text: str) -> None:
         federation.until_it_has_a_partner(1, after=4)
         federation.kill(1)
         before = max(row["step"] for row in federation.rows(1))
-        federation.start(1, disturb=partial(alone, 0.1))
-        federation.until_it_has_a_partner(1, after=before)
+        for replica in (1, 2):
+            federation.start(replica, disturb=partial(alone, 0.1))
+            federation.until_it_has_a_partner(replica, after=before)
         federation.wait()
-        assert_one_model(federation, [0, 1], 60)
-
-
-def test_a_job_that_joins_late_takes_the_state_of_another(tmp_path: Path, text: str) -> None:
-    steps = {"training": {"train_iters": 60}, "checkpoint": {"save_interval": 60}}
-    with Federation(tmp_path, changes(text, **steps)) as federation:
-        federation.start(0, disturb=partial(alone, 0.1))
-        federation.until(0, 10)
-        federation.start(1, disturb=partial(alone, 0.1))
-        federation.until_it_has_a_partner(1, after=10)
-        federation.wait()
-        assert_one_model(federation, [0, 1], 60)
+        assert "recovered from replica " in federation.log(2)
+        assert_one_model(federation, [0, 1, 2], 60)
+    assert not [path for path in (tmp_path / "rendezvous").rglob("*") if path.is_file()], "nothing is left"
 
 
 def test_a_job_between_two_networks_is_in_the_mean_with_both(tmp_path: Path, text: str) -> None:
