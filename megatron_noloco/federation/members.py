@@ -229,7 +229,8 @@ class Members:
         if self.failure is None and any(other.slot == self.slot and other > self.mesh.me for other in known):
             self.failure = UserError(
                 f"another process of replica {self.slot} has begun, and the others exchange with it: does another "
-                "job have the same --replica? This job ends; started again, it goes on from its newest checkpoint"
+                "job have the same invitation, or --replica? This job ends; started again, it goes on from its "
+                "newest checkpoint"
             )
         if self.failure is None and time.time() > self.mesh.statuses.identity.ends:
             self.failure = UserError(
