@@ -131,7 +131,11 @@ class Membership:
         self._wait_until(lambda: are_there(max(1, others)), FIRST_SECONDS)
         if members.refusal and not members.peers() and not done:
             return False, members.refusal
-        came = self._wait_until(can_start, TOGETHER_SECONDS if done else START_SECONDS)
+        seconds = TOGETHER_SECONDS if done else START_SECONDS
+        if not can_start():
+            enough = f"federation.start_with = {others + 1} replicas"
+            members.note(f"waits {seconds:g} s at most until {enough} are there")
+        came = self._wait_until(can_start, seconds)
 
         def are_reached() -> bool:  # or can never be; others know of a job before this one has a link to it
             is_hidden = members.status.hidden

@@ -225,6 +225,15 @@ def test_a_job_starts_when_it_reaches_whom_it_sees(
     assert run_all(world, [(other, link), (one, begin)])[1] == pytest.approx(seconds, abs=0.5)
 
 
+def test_a_job_says_for_how_long_it_waits_at_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    world = World()
+    one = members_of(world, 0)
+    start = Membership(one, Place(0, None), NolocoSettings(), FederationSettings(start_with=2))
+    assert run_all(world, [(one, lambda: start.wait_for_start(0))]) == [False]
+    line = "replica 0: waits 600 s at most until federation.start_with = 2 replicas are there\n"
+    assert capfd.readouterr().err.count(line) == 1
+
+
 # To leave
 
 
