@@ -58,7 +58,10 @@ def test_a_second_job_of_this_host_learns_who_was_first(
 
 
 def test_a_disk_that_is_full_at_the_start_is_named(tmp_path: Path) -> None:
-    with full_disk(0), pytest.raises(UserError, match=r"/running: cannot be written: .*training\.output_dir$"):
+    with (
+        full_disk(0),
+        pytest.raises(UserError, match=r"/running: cannot be written: .*training\.output_dir$"),
+    ):
         occupy(tmp_path)
 
 
