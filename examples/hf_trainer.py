@@ -92,7 +92,7 @@ def main() -> None:
         listen=options.listen,
         key_file=f"{options.folder}.key",
         skip_local_steps=False,  # a slow job lets its partners wait; True: it leaves out steps
-        start_with=options.slots,  # wait for all at the beginning, two minutes at most
+        start_with=options.slots,  # wait for all at the beginning, ten minutes at most
     )
     settings = NolocoSettings(local_steps=10, deadline_seconds=120)
     trainer.add_callback(NolocoCallback(trainer, federation, settings, slot=options.slot))  # NoLoCo

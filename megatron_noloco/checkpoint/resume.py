@@ -87,7 +87,7 @@ def check_found(settings: CheckpointSettings, found: Start) -> Start:
     Raises UserError when the config does not fit the checkpoint, or no checkpoint can be continued.
     """
     if found.refused:
-        again = 'start anew with checkpoint.load "none"'
+        again = "move that folder away to start anew, in a federation with the state of another job"
         if settings.load != "auto":
             again = f"delete its step folders to start from {settings.load} again"
         raise UserError(

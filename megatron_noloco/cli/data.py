@@ -146,7 +146,7 @@ def _report(dataset: "IndexedDataset", tokenizer: "Tokenizer", samples: int) -> 
         tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
         if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
             ids = " ".join(map(str, tokens[:12]))
-            shown = f"tokens {ids} ... (not of this tokenizer: --tokenizer-model)"
+            shown = f"tokens {ids} ... (not of this tokenizer: give its own by --tokenizer-model)"
         elif document.mask is None:
             shown = repr(tokenizer.decode(tokens))
         else:

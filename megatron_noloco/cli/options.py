@@ -21,7 +21,7 @@ _UNITS = {
 }
 _EXAMPLES = {
     "bandwidth": "100Mbit or 1Gbit",
-    "time": "25ms, 0.3s or 1h",
+    "time": "25ms, 0.3s, 5min or 7d",
     "size": "500MB or 2GB",
     "memory": "24 or 24GB",
 }

@@ -275,5 +275,7 @@ def _taken_over(done: int, taken: Recovery, lines: tuple[str, ...] = ()) -> Boun
 
 
 def _averaged(report: ExchangeReport) -> str:
-    replicas = f"replica{'s' * (len(report.group) > 1)} {', '.join(map(str, report.group))}"
-    return f" final average of {replicas} |" + f" {report.missed} |" * bool(report.missed)
+    who = f"of replicas {', '.join(map(str, report.group))}"
+    if len(report.group) == 1:
+        who = "skipped: no other replica is there"
+    return f" final average {who} |" + f" {report.missed} |" * bool(report.missed)

@@ -225,7 +225,8 @@ class Members:
         if self.mesh.is_followed(self.mesh.me):  # also if that process is gone by now
             raise UserError(
                 f"another process of replica {self.slot} has begun, and the others exchange with it: does another "
-                "job have the same --replica? This job ends; started again, it goes on from its newest checkpoint"
+                "job have the same invitation, or --replica? This job ends; started again, it goes on from its "
+                "newest checkpoint"
             )
         if time.time() > self.mesh.statuses.identity.ends:
             raise UserError(

@@ -133,7 +133,11 @@ class Membership:
         members.wait(lambda: are_there(max(1, others)), FIRST_SECONDS)
         if (refusal := members.mesh.refusal) and not members.peers() and not done:
             return False, refusal
-        came = members.wait(can_start, TOGETHER_SECONDS if done else START_SECONDS)
+        seconds = TOGETHER_SECONDS if done else START_SECONDS
+        if not can_start():
+            enough = f"federation.start_with = {others + 1} replicas"
+            members.note(f"waits {seconds:g} s at most until {enough} are there")
+        came = members.wait(can_start, seconds)
 
         def are_reached() -> bool:  # or can never be; others know of a job before this one has a link to it
             is_hidden = members.status.hidden

@@ -50,8 +50,9 @@ def occupy(folder: Path) -> str:
     finally:
         now.part("")
     _occupied[path] = os.getpid()
-    os.ftruncate(file, 0)
-    os.pwrite(file, _own_name(), 0)
+    with writing(path, "training.output_dir"):
+        os.ftruncate(file, 0)
+        os.pwrite(file, _own_name(), 0)
     atexit.register(_vacate, file)
     return ""
 

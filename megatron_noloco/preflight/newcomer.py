@@ -92,10 +92,11 @@ def check_local(needs: Sequence[str], local: Local) -> None:
         )
     if local.folder.exists() and not (local.folder.is_dir() and not any(local.folder.iterdir())):
         config = local.folder / "config.json"
-        start = f"; `megatron-noloco train {config}` starts the job in it" * config.exists()
-        raise UserError(
-            f"join: {local.folder} is there already, and is no empty folder; give another --folder{start}"
-        )
+        what = ", and is no empty folder; give another --folder"
+        if config.exists():
+            start = f"`megatron-noloco train {config}` starts the job in it"
+            what = f"; {start}; to join anew, remove the folder or give another --folder"
+        raise UserError(f"join: {local.folder} is there already{what}")
 
 
 def _data(needs: Sequence[str], local: Local) -> dict[str, str]:

@@ -22,6 +22,7 @@ from megatron_noloco.job.run_folder import (
     occupy,
     stop_request,
 )
+from tests.kit.faults import full_disk
 from tests.kit.ranks import REPOSITORY, run_ranks
 
 
@@ -54,6 +55,14 @@ def test_a_second_job_of_this_host_learns_who_was_first(
 ) -> None:
     assert occupy(tmp_path) == taken(tmp_path, f"process {another.pid} on {socket.gethostname()}")
     assert is_under_way(tmp_path)
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(tmp_path: Path) -> None:
+    with (
+        full_disk(0),
+        pytest.raises(UserError, match=r"/running: cannot be written: .*training\.output_dir$"),
+    ):
+        occupy(tmp_path)
 
 
 @pytest.mark.usefixtures("another")

@@ -10,9 +10,11 @@ import pytest
 
 from megatron_noloco.checkpoint.catalog import MEAN_OF_REPLICAS
 from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.federation.federation_peers import _averaged
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.statuses import Phase
+from megatron_noloco.outer.finite_mean import ExchangeReport
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.training.separate_jobs import why_ended
@@ -52,6 +54,12 @@ def test_the_line_names_the_model_and_how_to_train_on(tmp_path: Path) -> None:
         f"another model; to do so all the same, set checkpoint.load to {tmp_path}/replica_01/checkpoints/step_4"
     )
     assert why(tmp_path, step=0).endswith(", give another training.output_dir")
+
+
+def test_the_line_on_the_final_average_says_who_was_there() -> None:
+    """A finished job that is started again finds nobody, and keeps the mean of several that it has."""
+    assert _averaged(ExchangeReport((0, 3))) == " final average of replicas 0, 3 |"
+    assert _averaged(ExchangeReport((0,))) == " final average skipped: no other replica is there |"
 
 
 def test_a_job_that_finished_or_is_told_to_train_goes_on(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_inspect_prints_sizes_and_the_first_documents(tmp_path: Path) -> None:
 
 def test_inspect_ids_of_another_tokenizer(tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "p", [[5, 999]], vocab_size=1000)
-    line = "document 0: tokens 5 999 ... (not of this tokenizer"
+    line = "document 0: tokens 5 999 ... (not of this tokenizer: give its own by --tokenizer-model)"
     assert line in output_of("data", "inspect", prefix)
 
 

@@ -153,7 +153,9 @@ def test_the_later_process_of_a_slot_wins() -> None:
     earlier, other = members_of(world, 0), members_of(world, 1)
     earlier.check()
     later = members_of(world, 0, incarnation=2)
-    with pytest.raises(UserError, match="another process of replica 0 has begun"):
+    with pytest.raises(
+        UserError, match=r"another process of replica 0 has begun.* same invitation, or --replica"
+    ):
         earlier.check()
     later.check()
     assert other.peers()[0].member == Member(0, 2)
@@ -224,6 +226,15 @@ def test_a_job_starts_when_it_reaches_whom_it_sees(
         return one.mesh.clock()
 
     assert run_all(world, [(other, link), (one, begin)])[1] == pytest.approx(seconds, abs=0.5)
+
+
+def test_a_job_says_for_how_long_it_waits_at_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    world = World()
+    one = members_of(world, 0)
+    start = Membership(one, Place(0, None), NolocoSettings(), FederationSettings(start_with=2))
+    assert run_all(world, [(one, lambda: start.wait_for_start(0))]) == [False]
+    line = "replica 0: waits 600 s at most until federation.start_with = 2 replicas are there\n"
+    assert capfd.readouterr().err.count(line) == 1
 
 
 # To leave

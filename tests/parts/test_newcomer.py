@@ -181,9 +181,7 @@ def test_two_commands_lead_to_a_config(
     assert Keys.read(member_file)._authority == place.keys._authority
     assert jobs.visitors == [(4096, place.run)]
     assert _slot(config, None) == 1, "a job that joined needs no --replica"
-    with pytest.raises(
-        UserError, match=f"is there already, and is no empty folder; .* `{start}` starts the job"
-    ):
+    with pytest.raises(UserError, match=f"`{start}` starts the job in it; to join anew, remove the folder"):
         check_local([], Local(Path("joined"), {}))
 
 

@@ -90,7 +90,7 @@ def save(output_dir: Path, step: int, load: str = "auto") -> Path:
 def test_unusable_checkpoints_do_not_restart_the_run(what: str, named: bool, tmp_path: Path) -> None:
     damage, reason = REFUSED[what]
     checkpoints, load = tmp_path / "checkpoints", "auto"
-    again = 'start anew with checkpoint.load "none"'
+    again = "move that folder away to start anew, in a federation with the state of another job"
     if named:
         load = str(save(tmp_path / "another", 5))
         again = f"delete its step folders to start from {load} again"
@@ -107,6 +107,8 @@ def test_unusable_checkpoints_do_not_restart_the_run(what: str, named: bool, tmp
     assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
     if not named:
         assert start(tmp_path, "none").saved is None
+        shutil.move(checkpoints, tmp_path / "away")
+        assert start(tmp_path, load).saved is None
         return
     shutil.rmtree(load)
     _check_load(load, [tmp_path])
