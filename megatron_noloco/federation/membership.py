@@ -136,7 +136,7 @@ class Membership:
         seconds = TOGETHER_SECONDS if done else START_SECONDS
         if not can_start():
             enough = f"federation.start_with = {others + 1} replicas"
-            members.note(f"waits {seconds:g} s at most until {enough} are there")
+            members.mesh.warn(f"waits {seconds:g} s at most until {enough} are there")
         came = members.wait(can_start, seconds)
 
         def are_reached() -> bool:  # or can never be; others know of a job before this one has a link to it
