@@ -49,14 +49,6 @@ class ChatTemplate:
             return [version(name) for name in ("transformers", "jinja2")] if self._content else []
         return []
 
-    def text(self, tools: Any = None) -> str:
-        """Return the template for conversations with these tools, on 1 January 2025.
-
-        Raises UserError where there is none.
-        """
-        found = self._loaded.get_chat_template(tools=tools)
-        return _NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), found)
-
     def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation.
 
@@ -66,12 +58,13 @@ class ChatTemplate:
             tools: the tools that the assistant may call, in the form that the template takes.
             add_generation_prompt: whether to append the beginning of an answer.
         """
-        template = self.text(tools)
+        tokenizer = self._loaded
         try:
-            return self._loaded.apply_chat_template(
+            template = tokenizer.get_chat_template(tools=tools)
+            return tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=template,
+                chat_template=_NOW.sub(lambda call: repr(_TODAY.strftime(call[2])), template),
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -133,8 +126,7 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
     if not places:
         raise UserError('no message has the role "assistant" and a weight above 0: there is nothing to learn')
     render = partial(template.render, tools=tools)
-    turns = _by_turns(messages, places, render)
-    lists = [turns] if turns else _one_by_one(messages, places, render)
+    lists = _lists(messages, places, render)
     before = _without_spaces("".join(chain(*lists[-1])).removesuffix(lists[-1][-1].text))
     _check_written("the record", {"tools": tools or []}, before)
     for place, message in enumerate(messages[: places[-1]]):
@@ -207,36 +199,33 @@ def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answe
     return Answer(before, through[len(before) :])
 
 
-def _one_by_one(messages: Messages, places: list[int], render: Callable[..., str]) -> list[list[Answer]]:
-    """Return the answers, each after all messages before it."""
-    lists, through = list[list[Answer]](), ""
-    for place in places:
-        before, text = _answer(messages, place, render)
-        if not lists or not before.startswith(through):
-            lists.append([])
-            through = ""
-        lists[-1].append(Answer(before[len(through) :], text))
-        through = before + text
-    return lists
+def _lists(messages: Messages, places: list[int], render: Callable[..., str]) -> list[list[Answer]]:
+    """Return the answers, in lists of which each continues one text.
 
-
-def _by_turns(messages: Messages, places: list[int], render: Callable[..., str]) -> list[Answer] | None:
-    """Return the answers where the template writes each turn alike wherever it stands; else None.
-
-    A turn is rendered after the one before it only, so the work grows with the messages, not with their square.
+    Each is rendered after the turn before it only, so the work grows with the messages, not with their square; or
+    after all messages where the template writes a turn otherwise if others follow or precede it.
     """
     with suppress(UserError):  # of a turn without those before it
-        answers = [_answer(messages, places[0], render)]
-        for earlier, place in pairwise(places):
-            start = next(n for n in range(earlier, -1, -1) if n == 0 or messages[n]["role"] == "user")
-            known = render(messages[start : earlier + 1])
-            before, text = _answer(messages[start:], place - start, render)
-            if not before.startswith(known):
-                return None
-            answers.append(Answer(before[len(known) :], text))
-        if "".join(chain(*answers)) == render(messages[: places[-1] + 1]):
-            return answers
-    return None
+        lists = _rendered(messages, places, render, turns_apart=True)
+        if len(lists) == 1 and "".join(chain(*lists[0])) == render(messages[: places[-1] + 1]):
+            return lists
+    return _rendered(messages, places, render, turns_apart=False)
+
+
+def _rendered(
+    messages: Messages, places: list[int], render: Callable[..., str], turns_apart: bool
+) -> list[list[Answer]]:
+    lists = [[_answer(messages, places[0], render)]]
+    for earlier, place in pairwise(places):
+        turns = (n for n in range(earlier, 0, -1) if turns_apart and messages[n]["role"] == "user")
+        start = next(turns, 0)
+        known = render(messages[start : earlier + 1])
+        before, text = _answer(messages[start:], place - start, render)
+        if not before.startswith(known):
+            lists.append([])
+            known = ""
+        lists[-1].append(Answer(before[len(known) :], text))
+    return lists
 
 
 def _in_words(place: int, message: dict[str, Any]) -> str:

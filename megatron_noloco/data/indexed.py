@@ -6,7 +6,6 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
-import glob
 import struct
 from array import array
 from collections.abc import Iterator
@@ -87,7 +86,10 @@ def read_indexed(prefix: str) -> IndexedDataset:
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (idx_path, bin_path):
         if not path.is_file():
-            raise UserError(f"{path}: no such file (looked from cwd {Path.cwd()}); {_advice(prefix)}")
+            raise UserError(
+                f'{path}: no such file (looked from cwd {Path.cwd()}); give the path of a dataset without ".bin", '
+                "such as data/corpus_text_document; data.text takes text, data.sft_data_path records"
+            )
     dtype, lengths, begins, bounds = _read_index(idx_path)
     sequences, size = len(lengths), bin_path.stat().st_size
     tokens = int(lengths.sum(dtype=np.int64))
@@ -115,16 +117,6 @@ def read_indexed(prefix: str) -> IndexedDataset:
     offsets = Offsets(begins, size, dtype.itemsize)
     learnt = _mapped(mask, np.bool_) if mask.exists() else None
     return IndexedDataset(_mapped(bin_path, dtype), offsets, learnt, prefix, bounds)
-
-
-def _advice(prefix: str) -> str:
-    """Return what may be meant by a prefix that has no dataset."""
-    path = Path(prefix)
-    if named := sorted(path.parent.glob(f"{glob.escape(path.name)}_*_document.idx")):
-        return f"there is {named[0].with_suffix('')}, whose name has the key"
-    if path.is_dir() or (path.suffix not in ("", ".bin", ".idx") and path.is_file()):
-        return f"{prefix} is text or records, which data.text or data.sft_data_path take"
-    return 'give the prefix that `data preprocess` wrote, without ".bin"'
 
 
 class Offsets:

@@ -139,7 +139,7 @@ def _with_tokenizer_of(folder: Path, data: DataConfig) -> DataConfig:
     if theirs is None or isinstance(theirs, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begin = {"prepend_bos": True} if missing_bos(folder, data) else {}
+    begin = {"prepend_bos": True} if theirs.adds_bos and "prepend_bos" not in data.model_fields_set else {}
     return data.replace(**begin, tokenizer_model=str(folder.resolve()))
 
 

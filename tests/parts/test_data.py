@@ -187,16 +187,20 @@ class TestCorpus:
         assert (corpus.documents, corpus.beside_records) == (3, 2)
         assert corpus.notes.startswith(f"; left out: 1 file without records ({card})")
 
-    @pytest.mark.parametrize(("name", "read"), [("photos", 3), ("datasets--a--b", 2), ("models--a--b", 2)])
+    @pytest.mark.parametrize(
+        ("name", "files", "documents"), [("photos", 4, 4), ("datasets--a--b", 3, 1), ("models--a--b", 3, 1)]
+    )
     def test_a_folder_is_a_cache_only_if_the_hub_would_write_it(
-        self, name: str, read: int, tmp_path: Path
+        self, name: str, files: int, documents: int, tmp_path: Path
     ) -> None:
-        """Candidates may have folders of the same names."""
+        """Candidates may have folders of the same names, and texts beside rows."""
         (tmp_path / name).mkdir()
-        write_cache(tmp_path / name)
+        write_cache(tmp_path / name, '{"text": "a row"}')
         shutil.rmtree(tmp_path / name / "refs")
         (tmp_path / name / "blobs" / "2f").write_text("a blob that no snapshot names")
-        assert len(find_inputs([str(tmp_path)], "--input")) == read
+        (tmp_path / name / "snapshots" / "abc" / "a.txt").write_text("a text beside the rows")
+        assert len(find_inputs([str(tmp_path)], "--input")) == files
+        assert load(str(tmp_path), "1").documents == documents
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
