@@ -207,11 +207,15 @@ bool average(place begin, place end, const float *vector, place length, const pl
         whole_steps(row, step, n);
         bool fits = differences(bits, low, high, block, n, weights, checksums[block] - rest, m, &unequal, &squares);
         right[block] = fits && step > 0;
-        float scale = step * (fits ? 1.0f : 0.0f) / 2, *mean = out + numbers[block] * BLOCK;
+        float scale = step / 2, *mean = out + numbers[block] * BLOCK;
         int size = elements_of(length, numbers[block]);
+        if (!right[block]) {
+            if (mean != row) memcpy(mean, row, size * sizeof(float));
+            continue;
+        }
 #pragma GCC ivdep
         for (int i = 0; i < size; i++) mean[i] = (float)m[i] * scale + row[i];
-        if (right[block]) *variance += (double)step * step * squares / 2;
+        *variance += (double)step * step * squares / 2;
     }
     return unequal;
 }

@@ -223,9 +223,9 @@ class Codec:
         """
         rows, n = whole_steps(blocks)
         m, right, unequal = self.differences(blocks, n, theirs)
-        moves = m.float().mul_((blocks.steps * right / 2).unsqueeze(1))
-        write(rows.add_(moves), blocks.numbers, out)
         right &= blocks.steps > 0
+        moved = rows + m.float().mul_((blocks.steps / 2).unsqueeze(1))
+        write(torch.where(right.unsqueeze(1), moved, rows), blocks.numbers, out)
         squares = m.float().square_().sum(dim=1).mul_(blocks.steps.square()).mul_(right)
         return Found(right, unequal, squares.sum(dtype=torch.float64) / 2)
 

@@ -246,10 +246,7 @@ class Round:
             for mean in self._exchange.finish():
                 self._vectors.outer_step(self.fragment, mean, after)
         self._vectors.side.wait()
-        if (
-            self._vectors.rounding is not None
-            and self._rounding is not None
-            and len(self.fragment.ranges) > 1
-        ):
-            self.fragment.scatter(self._rounding, self._vectors.rounding)
+        whole, kept = self._vectors.rounding, self._rounding
+        if whole is not None and kept is not None and len(self.fragment.ranges) > 1:
+            self.fragment.scatter(kept, whole)
         self.complete = True

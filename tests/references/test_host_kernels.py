@@ -69,7 +69,7 @@ def drawn(kind: str, members: int, elements: int) -> list[Tensor]:
     elif kind == "equal":
         vectors = [common.clone() for _ in vectors]
     elif kind == "zero":
-        vectors = [torch.zeros(elements) * (-1) ** member for member in range(members)]
+        vectors = [torch.zeros(elements) * (-1) ** (member + 1) for member in range(members)]
     elif kind in ("denormal", "large", "huge"):
         vectors = [vector * {"denormal": 1e-40, "large": 1e20, "huge": 1e38}[kind] for vector in vectors]
     elif kind == "not finite":
@@ -135,8 +135,11 @@ def test_codes_of_pairs(bits: int, kind: str, elements: int, digits: int) -> Non
     steps = steps_of([mine, theirs], bits)
     received = sent(theirs, steps, bits, digits)
     blocks, means = all_blocks(mine, steps), torch.empty(2, elements)
-    same_found(in_c.average(blocks, received, means[1]), by_torch.average(blocks, received, means[0]))
+    found = by_torch.average(blocks, received, means[0])
+    same_found(in_c.average(blocks, received, means[1]), found)
     same(*means)
+    not_right = ~found.right.repeat_interleave(BLOCK)[:elements]
+    same(means[0][not_right], mine[not_right])
     in_c.average(blocks, received, mine)  # in place
     same(means[0], mine)
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
+from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.outer.round import Fragment, cut
 from megatron_noloco.plans.fragments import fewest_steps, fragment_after, most_under_way
-from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import NolocoSettings
-from tests.kit.fleet import SECONDS, K, fleet_of, noise
+from megatron_noloco.plans.topology import Place, Topology
+from megatron_noloco.settings import PAPER, NolocoSettings
+from tests.kit.fleet import SECONDS, K, assert_close, fleet_of, noise
 from tests.kit.loopback import loopback_world
 
 phases = st.integers(1, 40).flatmap(lambda k: st.tuples(st.just(k), st.integers(1, k)))
@@ -93,6 +94,34 @@ class WithCopies(TorchWeights):
 
     def copied(self) -> list[tuple[int, int]]:
         return self._ranges
+
+
+def test_errors_of_several_ranges_are_kept_at_their_places() -> None:
+    """In int4, plain averages: what replicas have and keep adds up to what they had, element by element."""
+    replicas = 3
+    start = noise(replicas, 6 * BLOCK, seed=5)
+    settings = NolocoSettings(
+        **PAPER
+        | {
+            "method": "diloco",
+            "local_steps": 2,
+            "fragments": 2,
+            "payload": "int4",
+            "deadline_seconds": SECONDS,
+        }
+        | {"outer_momentum": 0.0, "outer_lr": 1.0, "consensus_weight": None}
+    )
+    outer = [
+        OuterOptimizer(WithCopies([own.clone()], [(100, 600)]), transport, Place(rank, replicas), settings)
+        for rank, (own, transport) in enumerate(zip(start, loopback_world(replicas), strict=True))
+    ]
+    assert max(len(fragment.ranges) for fragment in outer[0]._fragments) > 1
+    with ThreadPoolExecutor(replicas) as threads:
+        for done in range(1, 9):
+            list(threads.map(lambda one, done=done: one.after_local_step(done), outer))
+    kept = torch.stack([one.rounding for one in outer])
+    assert all(kept.view(replicas, -1, BLOCK)[:, 2:].any(dim=-1).flatten())
+    assert_close((torch.stack([one.slow_weights for one in outer]) + kept).mean(0), start.mean(0))
 
 
 @pytest.mark.parametrize("fragments", [1, 3])
