@@ -36,6 +36,14 @@ def test_a_message_is_one_that_the_code_writes(message: str, sources: str) -> No
     assert message in sources
 
 
+def test_the_tests_that_pages_name_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 10
+    assert named <= set(re.findall(r"def (test_\w+)\(", sources))
+
+
 def test_the_library_page_imports_what_is_there() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
     imports = [line for block in blocks for line in block.splitlines() if line.startswith("from ")]
