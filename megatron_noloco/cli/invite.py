@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_noloco.cli.options import Commands, add_command, add_data, duration, say
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import outside, writing
+from megatron_noloco.files import check_writable, outside, writing
 from megatron_noloco.job.launcher import STARTS_AGAIN, trainer
 from megatron_noloco.job.leaving import FAILURE
 
@@ -78,6 +78,7 @@ def _invite(args: argparse.Namespace) -> int:
         raise UserError(f"invite: --file {args.file}: there is such a file already; give another")
     if args.file is not None and not args.file.parent.is_dir():
         raise UserError(f"invite: --file {args.file}: there is no folder {args.file.parent}")
+    check_writable(Path() if args.file is None else args.file.parent, "--file")  # before a slot is given away
     network, tokenizer = network_for(config), build_tokenizer(config.data.tokenizer)
     invitation = invite(config, keys, network, tokenizer, slot=args.slot, ends=ends, at=args.at)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ends))

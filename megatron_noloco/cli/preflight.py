@@ -150,7 +150,8 @@ def _doctor(args: argparse.Namespace) -> int:
         raise UserError("--latency: give --bandwidth as well")
     link = None if args.bandwidth is None else (args.bandwidth, args.latency)
     folder = [] if args.rendezvous is None else [machine.check_folder(args.rendezvous)]
-    findings = [*machine.check_machine(link)]
+    is_separate = args.rendezvous is not None and args.hostfile is None
+    findings = [*machine.check_machine(link, is_separate)]
     if not args.no_exchange:
         findings += check_mpi(args.hostfile)
     findings += folder

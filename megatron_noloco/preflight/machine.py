@@ -66,15 +66,16 @@ def is_ready(findings: Sequence[Finding]) -> bool:
     return all(finding.state != "problem" for finding in findings)
 
 
-def check_machine(link: tuple[float, float] | None = None) -> Iterator[Finding]:
+def check_machine(link: tuple[float, float] | None = None, is_separate: bool = False) -> Iterator[Finding]:
     """Report packages, GPUs, network interfaces, shared memory, and buffers for a link.
 
     Args:
         link: bytes per second, and seconds one way.
+        is_separate: whether its job is one of separate jobs, which do not look for hosts by their names.
     """
     yield from check_packages()
     yield from check_gpus()
-    yield from check_network()
+    yield from check_network(is_separate)
     yield from check_shared_memory()
     if link is not None:
         yield from check_buffers(*link)
@@ -152,7 +153,7 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("GPU", "note", f"none; training runs on {psutil.cpu_count()} CPU cores, over gloo")
 
 
-def check_network() -> Iterator[Finding]:
+def check_network(is_separate: bool) -> Iterator[Finding]:
     """Report the interfaces that reach other hosts, and whether this host's name resolves to one of them."""
     states = psutil.net_if_stats()
     found = {
@@ -173,6 +174,8 @@ def check_network() -> Iterator[Finding]:
         for name, own in outside.items()
     )
     yield Finding("network", "ok", shown)
+    if is_separate:
+        return
     host = socket.gethostname()
     try:
         resolved = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
@@ -182,10 +185,7 @@ def check_network() -> Iterator[Finding]:
         address = ", ".join(sorted(resolved)) or "no address"
         what = f"this host's name, {host}, resolves to {address}: of no use to other hosts"
         address = next(iter(outside.values()))[0]
-        advice = (
-            f"set MASTER_ADDR for one job on several hosts, such as {address}; separate jobs, as after join, need "
-            "no name"
-        )
+        advice = f"set MASTER_ADDR for one job on several hosts, such as {address}"
         yield Finding("network", "note", what, advice)
     if len(outside) > 1:
         what = (

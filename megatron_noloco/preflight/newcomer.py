@@ -210,7 +210,7 @@ def proposed(config: RunConfig, gpus: Sequence[int]) -> tuple[RunConfig, int]:
 
 def looked_at(path: Path) -> tuple[bool, list[str]]:
     """Return whether this machine is ready for the job of a config, and what `doctor` and `plan` say of it."""
-    findings, config = [*check_machine()], load_config(path)
+    findings, config = [*check_machine(is_separate=True)], load_config(path)
     topology = config.topology(config.parallel.replica_size)
     plan = plan_of(config, architecture_of_run(config), topology)
     return is_ready(findings), [

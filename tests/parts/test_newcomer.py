@@ -189,7 +189,7 @@ def test_job_that_joined_names_the_command_to_start_it_again(
     place: Place, jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command that the user gave, `join`, would find its folder there already."""
-    monkeypatch.setattr(newcomer, "check_machine", lambda: [])
+    monkeypatch.setattr(newcomer, "check_machine", lambda is_separate: [])
     monkeypatch.setattr(os, "execv", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setenv(STARTS_AGAIN, "")  # restored after the test
     jobs.add(0, "10.0.0.1:5000")
@@ -209,7 +209,14 @@ def test_each_invitation_has_a_slot_of_its_own(place: Place, jobs: FakeJobs) -> 
     assert invitation_in(Path("again.noloco").read_text()).slot == 2
 
 
-INVITE_WRONG = ("--slot 1", "--slot 4096", "--at 10.0.0.9:5000", "--file key", "--file no/such.noloco")
+INVITE_WRONG = (
+    "--slot 1",
+    "--slot 4096",
+    "--at 10.0.0.9:5000",
+    "--file key",
+    "--file no/such.noloco",
+    "--file /proc/a",
+)
 
 
 def test_an_invitation_that_cannot_be_is_one_line(place: Place, jobs: FakeJobs) -> None:
