@@ -43,9 +43,9 @@ class Job:
     """
 
     def __init__(self, world: World, slot: int, incarnation: int = 1) -> None:
-        members = members_of(world, slot, incarnation)
-        self.mesh, self.slot, self.place = members.mesh, slot, Place(slot, None)
-        self._membership = Membership(members, self.place, NOLOCO, FEDERATION, STEPS)
+        self.members = members_of(world, slot, incarnation)
+        self.mesh, self.slot, self.place = self.members.mesh, slot, Place(slot, None)
+        self._membership = Membership(self.members, self.place, NOLOCO, FEDERATION, STEPS)
         self._membership.back_seconds = 100.0
         self._engine = torch_engine(nn.Linear(3, 2))
         with self._engine.writing() as write:
@@ -77,6 +77,28 @@ class Job:
         return average
 
 
+def keep_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the jobs of a world wait by its clock."""
+
+    def sleep(seconds: float) -> None:
+        pause(world.running, seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: world.now, perf_counter=lambda: world.now)
+    monkeypatch.setattr(module, "time", clock)
+
+
+def test_a_job_that_is_to_stop_at_its_end_waits_for_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other replica trains on."""
+    world = World()
+    own, other = Job(world, 0), Job(world, 1)
+    keep_time(world, monkeypatch)
+    monkeypatch.setattr(own.members, "_stopped", lambda: world.now > 5.0)
+    end = world.spawn(own.mesh.me, lambda: own.peers.average(STEPS, True, before_waiting=lambda: None))
+    world.spawn(other.mesh.me, lambda: pause(other.mesh, 10.0))
+    world.run()
+    assert end.result() == Average(stopped=True)
+
+
 def test_a_federation_from_its_first_step_to_its_one_model(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,11 +111,7 @@ def test_a_federation_from_its_first_step_to_its_one_model(
         job = jobs[name] = Job(world, slot, incarnation)
         ends[name] = world.spawn(job.mesh.me, job.live)
 
-    def sleep(seconds: float) -> None:
-        pause(world.running, seconds)
-
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: world.now, perf_counter=lambda: world.now)
-    monkeypatch.setattr(module, "time", clock)
+    keep_time(world, monkeypatch)
     for name, slot in (("first", 0), ("killed", 1), ("sleeps", 3)):
         begin(name, slot)
     world.at(20.5, lambda: begin("late", 2))
