@@ -28,7 +28,7 @@ The life of a newcomer:
 | step | function |
 |---|---|
 | a machine with the key writes a file: certificate, addresses, config | `preflight.inviting.invite` |
-| the newcomer's `join` writes a folder from it | `preflight.newcomer.write_job` |
+| the newcomer writes its folder from it, by `join` | `preflight.newcomer.write_job` |
 | the job reads its member file | `membership.network_of`, `Keys.identity` |
 | it asks an address, and learns all statuses; opens a link to each member | `Seeds._meet`, `HttpsCarrier._dial` |
 | in a folder it reads the signs of life of all | `FolderMembers.tend` |

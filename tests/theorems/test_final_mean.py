@@ -170,7 +170,7 @@ def test_hidden_replicas_have_the_mean_by_way_of_a_third() -> None:
     assert {round(one.mean, 5) for one in found} == {round(7 / 3, 5)}
 
 
-def test_a_pair_reached_from_one_side_exchanges_by_way_of_others() -> None:
+def test_the_tree_goes_around_whom_one_side_does_not_reach() -> None:
     def does_not_reach_2(own: Members) -> End:
         reaches = own.mesh.reaches
         own.mesh.reaches = lambda member: member.slot != 2 and reaches(member)  # type: ignore[method-assign]
