@@ -123,7 +123,8 @@ class BucketCode:
 
     def within(self, part: slice) -> slice:
         """Return which of the open blocks lie in a part of the bucket's blocks."""
-        return slice(*torch.searchsorted(self.numbers, torch.tensor([part.start, part.stop])).tolist())
+        edges = torch.tensor([part.start, part.stop], dtype=torch.int64, device=HOST)
+        return slice(*torch.searchsorted(self.numbers, edges).tolist())
 
     def encode(self) -> Coded:
         """Return the next digit of the open blocks, and the checksums, which are to be sent."""

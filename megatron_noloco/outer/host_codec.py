@@ -82,7 +82,8 @@ class HostCodec(Codec):
 
         found = self._in_parts(part, blocks, *arguments, at(right))
         unequal, variances = zip(*found, strict=True)
-        return Found(right, torch.tensor(any(unequal)), torch.tensor(sum(variances), dtype=torch.float64))
+        differ = torch.tensor(any(unequal), dtype=torch.bool, device=HOST)
+        return Found(right, differ, torch.tensor(sum(variances), dtype=torch.float64, device=HOST))
 
 
 def _digits(theirs: Received) -> tuple[c_void_p, c_void_p]:
