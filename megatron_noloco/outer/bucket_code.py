@@ -123,8 +123,8 @@ class BucketCode:
 
     def within(self, part: slice) -> slice:
         """Return which of the open blocks lie in a part of the bucket's blocks."""
-        edges = torch.tensor([part.start, part.stop], dtype=torch.int64, device=HOST)
-        return slice(*torch.searchsorted(self.numbers, edges).tolist())
+        ends = torch.tensor([part.start, part.stop], dtype=torch.int64, device=HOST)
+        return slice(*torch.searchsorted(self.numbers, ends).tolist())
 
     def encode(self) -> Coded:
         """Return the next digit of the open blocks, and the checksums, which are to be sent."""

@@ -82,8 +82,11 @@ class HostCodec(Codec):
 
         found = self._in_parts(part, blocks, *arguments, at(right))
         unequal, variances = zip(*found, strict=True)
-        differ = torch.tensor(any(unequal), dtype=torch.bool, device=HOST)
-        return Found(right, differ, torch.tensor(sum(variances), dtype=torch.float64, device=HOST))
+        return Found(
+            right,
+            torch.tensor(any(unequal), dtype=torch.bool, device=HOST),
+            torch.tensor(sum(variances), dtype=torch.float64, device=HOST),
+        )
 
 
 def _digits(theirs: Received) -> tuple[c_void_p, c_void_p]:
