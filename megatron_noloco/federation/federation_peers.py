@@ -59,10 +59,8 @@ class FederationPeers:
         taken = None
         if self._catch_up is not None:
             self._catch_up.takes_over = takes_over
-        if takes_over:  # where the others have their final model, that and nothing else
-            is_late = bool(computed_by_rank_0(self._finals))
-            taken = self._recover(done, 0 if is_late else None)
-            self._final = taken if is_late else None
+        if takes_over:
+            taken = self._take_over(done)
         if taken is None:
             self._membership.announce(done)
             return Boundary(done)
@@ -85,7 +83,7 @@ class FederationPeers:
                 left_out = f"left out: {done + 1} to {step}"
                 lines += (f" continuing at iteration {step + 1} with the other replicas | {left_out} |",)
             return _left_out(done, step, lines)
-        taken = self._recover(done)
+        taken = self._take_over(done)
         if taken is None:  # it is tried again; nobody exchanges with this replica until then
             return Boundary(done, lines=lines)
         return _taken_over(done, taken, lines)
@@ -134,7 +132,7 @@ class FederationPeers:
         finals = computed_by_rank_0(self._finals)
         if self._membership.members is not None:
             self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
-        # A state that was taken at the start was named there.
+        # A state that was taken before was named there.
         lines = () if taken is self._final else (f" {taken} |",)
         return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
 
@@ -185,6 +183,13 @@ class FederationPeers:
     def close(self, at_once: bool) -> None:
         """Disconnect, without waiting for other ranks of this job."""
         self._membership.leave()
+
+    def _take_over(self, done: int) -> Recovery | None:
+        """Recover the state of a replica that is ahead; where others have their final model, that."""
+        is_late = bool(computed_by_rank_0(self._finals))
+        taken = self._recover(done, 0 if is_late else None)
+        self._final = taken if is_late else None
+        return taken
 
     def _recover(self, done: int, ahead: int | None = None) -> Recovery | None:
         """Recover the state of another replica that is so many rounds ahead (`rounds_behind`), and go on from

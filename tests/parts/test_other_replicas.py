@@ -125,7 +125,7 @@ def test_a_federation_from_its_first_step_to_its_one_model(
     for name, lines in {
         "first": [mean],
         "killed": [],
-        "sleeps": [" state after iteration 18 given", f"{final.format(0)}, ", final.format(0)],
+        "sleeps": [" state after iteration 18 given", f"{final.format(0)}, "],
         "late": [" recovered from replica 3: its state after local step 18, ", mean],
         "came back": [final.format(2)],
     }.items():
