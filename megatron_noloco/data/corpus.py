@@ -122,7 +122,12 @@ def preprocess(
         prefix: path of the dataset, without the key.
         max_lost: share of the characters that the tokenizer may lose.
     """
-    output = Path(f"{prefix}_{key}_document")
+    try:
+        output = prefix.with_name(f"{prefix.name}_{key}_document")
+    except ValueError:
+        raise UserError(
+            f"--output-prefix {prefix}, --json-keys {key}: make no name of a file, as data/corpus and text do"
+        ) from None
     source = TextSource(", ".join(inputs), option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:

@@ -77,6 +77,8 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("latin.parquet", parquet_of(b"\xff"), ()),
     ("plain.arrow", b"plain", ()),
     # options
+    ("a.jsonl", b"{}", ("--json-keys", "a/b")),
+    ("b.jsonl", b"{}", ("--output-prefix", "/")),
     ("c.jsonl", b"{}", ("--input", "nowhere")),
     ("d.jsonl", b'{"text": "x"}', ("--output-prefix", "d.jsonl/out")),
     ("e.jsonl", b'{"text": "x"}', ("--input", ".", "--output-prefix", "out")),
