@@ -245,7 +245,12 @@ class FolderMembers:
         return not (self._has_strangers or self._to_read()) and all(map(self._has_left, self._signs))
 
     def _has_left(self, member: Member) -> bool:
-        """Return whether a member has left this folder, too: its last sign says so, or a later process has."""
+        """Return whether a member has left this folder, too: its last sign says so, or a later process has.
+
+        An earlier process of the own slot is over.
+        """
+        if member.slot == self._mesh.me.slot:
+            return member < self._mesh.me
         signed, sign = self._statuses.of(member.slot), self._signs[member]
         if signed is None or not signed.status.has_left:
             return False

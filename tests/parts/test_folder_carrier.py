@@ -365,6 +365,19 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
+def test_who_follows_a_killed_member_and_leaves_last_removes_all(join_here: Federation) -> None:
+    a, b = join_here.of(2)
+    killed = carrier_of(b)
+    killed._closing.set()
+    killed._thread.join()
+    again = join_here.join(1)
+    know_each_other(a, again)
+    a.close()
+    again.close()
+    assert join_here.store().names() == []
+    killed._folder.finish(time.monotonic() + SECONDS)
+
+
 def test_who_leaves_when_all_is_removed_blames_nobody(join_here: Federation, folder: Path) -> None:
     a, b = join_here.of(2)
     for mesh in (a, b):
