@@ -20,6 +20,14 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
 _LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
+_TOKENIZERS = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)  # files of tokenizers
 _LOCAL_STEPS = 50  # of separate jobs, which cannot choose them together
 _TO_CONTINUE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -151,7 +159,7 @@ def tokenizer_of(folder: Path, cache: str | None) -> Tokenizer | None:
     Args:
         cache: see `TokenizerChoice`.
     """
-    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+    if not any(path for name in _TOKENIZERS for path in folder.glob(name)):
         return None
     choice = TokenizerChoice(str(folder), cache=cache)
     theirs, byte = build_tokenizer(choice), ByteTokenizer()

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -55,7 +56,7 @@ from tests.kit.hf_folders import (
     write_folder,
 )
 from tests.kit.ranks import REPOSITORY, call, output_of, refusal_of, run_command, run_ranks
-from tests.kit.tokenizers import tokenizer_at
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 # The table
 
@@ -564,6 +565,23 @@ def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Pa
             path = tmp_path / name
             path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
     assert isinstance(tokenizer_of(tmp_path, None), ByteTokenizer if end == "<|endoftext|>" else Tokenizer)
+
+
+def test_a_tokenizer_of_other_files_is_the_models(tmp_path: Path) -> None:
+    """As of GPT-2; taken for none, the run would read bytes."""
+    make_tokenizer(made := tmp_path / "made")
+    (folder := tmp_path / "theirs").mkdir()
+    backend = tokenizers.Tokenizer.from_file(str(made / "tokenizer.json"))
+    backend.model.save(str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    found = tokenizer_of(folder, str(tmp_path / "cache"))
+    assert found is not None
+    assert found.encode("two three").tolist() == backend.encode("two three").ids
+    (folder / "vocab.json").unlink()
+    with pytest.raises(UserError, match="transformers cannot read it"):
+        tokenizer_of(folder, str(tmp_path / "cache"))
 
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
