@@ -217,9 +217,9 @@ def facts_of(prefix: str) -> dict[str, Any]:
 
 def entries(folder: Path) -> list[Entry]:
     """Return the entries, the one that was used last first."""
-    paths = filter(lambda path: _is_of_cache(path.parent), folder.glob(f"*/{_FACTS}"))
-    found = [Entry(path.parent, json.loads(path.read_text())) for path in paths]
-    return sorted(found, key=lambda entry: -entry.used)
+    names = (path.parent.name for path in folder.glob(f"*/{_FACTS}") if _is_of_cache(path.parent))
+    found = (find_entry(folder, name) for name in names)
+    return sorted(filter(None, found), key=lambda entry: -entry.used)
 
 
 def clear(folder: Path, digests: Sequence[str] = ()) -> int:

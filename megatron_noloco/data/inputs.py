@@ -200,9 +200,11 @@ def _of_datasets(folder: Path, files: list[str]) -> list[str]:
         tables = [name for name in files if name.endswith(".arrow")]
         return [name for name in tables if not name.startswith("cache-")] or tables
     state = folder / "state.json"
-    listed = [
-        item["filename"] for item in read_object(state, "save the dataset again").get("_data_files", [])
-    ]
+    content = read_object(state, "save the dataset again")
+    try:
+        listed: list[str] = [item["filename"] for item in content["_data_files"]]
+    except (KeyError, TypeError):
+        raise UserError(f"{state}: does not name the files of the dataset; save it again") from None
     if missing := {*listed} - {*files}:
         raise UserError(f"{state}: names {min(missing)}, which is not there; save the dataset again")
     return listed

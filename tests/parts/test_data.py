@@ -266,6 +266,12 @@ class TestCorpus:
         (folder / "data-2.arrow").unlink()
         with pytest.raises(ValueError, match=r"state.json: names data-2.arrow, which is not there; save the"):
             load(str(tmp_path), "1")
+        for state in ("{}", '{"_data_files": [{}]}', '{"_data_files": ["data-0.arrow"]}'):
+            (folder / "state.json").write_text(state)
+            with pytest.raises(
+                ValueError, match=r"state.json: does not name the files of the dataset; save it"
+            ):
+                load(str(tmp_path), "1")
         (folder / "state.json").unlink()  # the cache of `datasets`
         write_documents(folder / "cache-0123456789abcdef.arrow", ["text 0 after a `map`"])
         assert load(str(tmp_path), "1").files == 2

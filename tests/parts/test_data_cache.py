@@ -188,6 +188,8 @@ def test_the_command_lists_and_clears(text: Path, capsys: pytest.CaptureFixture[
     assert sorted(line.split("  ")[-1] for line in listed()[:-1]) == [f"{text}", f"{text}/a.txt"]
     assert listed("--clear", digests[0][:6])[0].endswith("0.0 MB removed")
     assert [line.split()[0] for line in listed()[:-1]] == [digests[1]]
+    (folder / digests[1] / cache._FACTS).write_text("damaged")
+    assert [line.split()[0] for line in listed()[:-1]] == [], "it would be made again"
     listed("--clear")
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
     assert listed() == [f"{folder}: 0.0 MB"]
