@@ -120,7 +120,12 @@ class Stopping:
             self._asked = next((signal.Signals(n).name for n in _SIGNALS if n in now.signals), None)
         if self._asked is not None:
             self._poll_now.set()
-        return self._asked is not None or self.reason is not None
+        return self.request is not None
+
+    @property
+    def request(self) -> str | None:
+        """What has asked this rank to stop; `reason`, once the ranks have agreed on it."""
+        return self.reason or self._asked
 
     @property
     def leaves(self) -> bool:

@@ -53,7 +53,7 @@ def meet(
     if not why or membership.finds_trained():
         came, why = membership.wait_for_start(start.step), ""
         if any(gather_from_all_ranks(stopping.is_requested())):
-            why = f"stopped before the first local step ({stopping.reason})"
+            why = f"stopped before the first local step ({stopping.request})"
     if why:
         membership.leave()
         stopping.close(start.step)

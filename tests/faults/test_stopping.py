@@ -97,6 +97,7 @@ def asked_before_the_first_step(rank: int, world_size: int, number: signal.Signa
         stop = Stopping(None, NOWHERE, "")
         if rank == 0:
             os.kill(os.getpid(), number)
+            assert stop.request == number.name, "at once, also before the ranks have agreed"
         stop._stop.agreed.wait()
     done = next(step for step in range(10, 20) if stop.before_step(step))
     stop.close(done)
