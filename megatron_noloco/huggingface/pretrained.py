@@ -20,14 +20,8 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
 _LONGEST_SAMPLE = 4096  # tokens, for a file that names no length: more needs much memory
-_TOKENIZERS = (
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "tekken.json",
-)  # files of tokenizers
+# Files of tokenizers
+_TOKENIZERS = "tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json"
 _LOCAL_STEPS = 50  # of separate jobs, which cannot choose them together
 _TO_CONTINUE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

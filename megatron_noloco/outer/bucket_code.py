@@ -244,6 +244,6 @@ class GroupCode(BucketCode):
         """Form the mean of the blocks that the codes hold, and go on to the next digit of the others."""
         members, out = 1 + self._code.others, (self.mean, self._code.rounding)
         for at in self._pieces(self._all):
-            held, sums = self._here(self.held[at]), self._here(self.sums[at])
-            self.codec.average_sums(self._blocks(at), held, sums, members, out)
+            sums = self._here(self.sums[at])
+            self.codec.average_sums(self._blocks(at), self.held[at], sums, members, out)
         self._next_digit()

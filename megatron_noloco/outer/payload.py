@@ -279,10 +279,10 @@ class Codec:
         with this member's roundings, c - s n.
 
         Args:
-            held: bool of shape [blocks]: which blocks are filled.
+            held: bool of shape [blocks], in host memory: which blocks are filled.
         """
         mean, rounding = out
-        kept = held.nonzero().view(-1)
+        kept = held.nonzero().view(-1).to(self.device, non_blocking=True)
         blocks = Blocks(blocks.vector, blocks.numbers[kept], blocks.steps[kept])
         rows, n = whole_steps(blocks)
         m = (sums[kept] - members * n).to(sums.dtype)
