@@ -27,7 +27,8 @@ def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float
     masters = {name: parameter.detach().float().clone() for name, parameter in named.items()}
     decays = [master for master in masters.values() if master.dim() > 1]
     others = [master for master in masters.values() if master.dim() == 1]
-    params = config.as_deepspeed()["optimizer"]["params"]
+    given = config.as_deepspeed()["optimizer"]["params"]
+    params = {name: given[name] for name in ("lr", "betas", "eps", "weight_decay")}
     grouped: list[dict[str, Any]] = [{"params": decays}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(grouped, **params)
     losses = []

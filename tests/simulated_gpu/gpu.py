@@ -224,6 +224,7 @@ def installed(uuid: str = "simulated") -> Iterator[None]:
         "current_stream": lambda device=None: here().current,
         "default_stream": lambda device=None: here().default,
         "synchronize": lambda device=None: here().synchronize(),
+        "set_sync_debug_mode": lambda mode: setattr(here(), "sync_debug_mode", mode),
         "default_generators": (generator,),
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,

@@ -47,6 +47,8 @@ class Operators(TorchDispatchMode):
         self.makes: str | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types:  # of a subclass, such as DTensor: what it does with its local tensors is done on return
+            self.device.current.run()
         with torch._C.DisableTorchFunction():
             return self._call(function, args, kwargs or {})
 

@@ -7,6 +7,7 @@ import contextlib
 import linecache
 import sys
 import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -200,7 +201,10 @@ class Device:
         crossed: bytes that were copied, by the side to which: "host", "device".
         pending: how many tensors of kernels that have not run lie in a storage, by its address.
         recorded: (address of a storage, stream) for each call of `Tensor.record_stream`.
+        sync_debug_mode: of `torch.cuda.set_sync_debug_mode`, "warn" or "default".
     """
+
+    sync_debug_mode = "default"
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -217,6 +221,8 @@ class Device:
     def count(self, why: str) -> None:
         """Count a wait of the host."""
         self.waits[place_of(why)] += 1
+        if self.sync_debug_mode == "warn":
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
     def wait(self, why: str, stream: Stream | None = None) -> None:
         """Count a wait of the host for a stream, the current one by default, and run it."""
