@@ -19,7 +19,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.job.activity import line_of
 
-_READ = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # suffixes of the files that AutoTokenizer reads
+# Files of which AutoTokenizer needs one, and what it reads beside them
+_TOKENS = "tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json"
+_BESIDE = "config.json", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*templates/*"
 _RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws other tokens each time
 
 
@@ -30,13 +32,13 @@ class TokenizerChoice:
     Attributes:
         folder: of a Hugging Face fast tokenizer; None: bytes.
         split_special_tokens: whether a special token that a text spells out is text.
-        prepend_bos: whether each document begins with BOS.
+        prepend_bos: whether each document begins with BOS; None: if the folder's files say so.
         cache: the folder in which hosts keep tokenizers, see `cache_folder`.
     """
 
     folder: str | None = None
     split_special_tokens: bool = True
-    prepend_bos: bool = False
+    prepend_bos: bool | None = False
     cache: str | None = None
 
 
@@ -82,6 +84,16 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     raise UserError("; ".join(problems))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer, sound or not."""
+    return bool(_files(folder, _TOKENS))
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> list[Input]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return [Input(path, folder) for path in sorted(paths)]
+
+
 def _content_of(folder: Path, cache: str | None) -> Content:
     """Return what a folder holds: a copy, or what AutoTokenizer reads, once per host.
 
@@ -94,14 +106,13 @@ def _content_of(folder: Path, cache: str | None) -> Content:
     if (folder / KEPT).exists():
         found = read_object(folder / KEPT, "copy the tokenizer again")
         return found
-    there = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-    inputs = [Input(path, folder) for path in sorted(there) if path.suffix in _READ and path.is_file()]
-    if not inputs:
+    if not has_tokenizer(folder):
         raise UserError(
             f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
             "that of a Hugging Face tokenizer"
         )
     settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
+    inputs = _files(folder, (*_TOKENS, *_BESIDE))
     recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
     found = obtain(cache_folder(cache), recipe).facts["content"]
     return found

@@ -71,9 +71,13 @@ class Tokenizer:
         content: Content,
         folder: str | None = None,
         split_special_tokens: bool = True,
-        prepend_bos: bool = False,
+        prepend_bos: bool | None = False,
     ) -> None:
-        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for."""
+        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for.
+
+        Args:
+            prepend_bos: whether each document begins with BOS; None: if transformers puts it before a text.
+        """
         from tokenizers import Tokenizer as Backend
 
         self.content, self.folder = content, folder
@@ -91,6 +95,7 @@ class Tokenizer:
         self.end_of_document = end
         self.adds_bos = bos is not None and self.backend.encode("the").ids[:1] == [bos]
         self.backend.post_processor = None  # BOS is added only if `prepend_bos` asks for it
+        prepend_bos = self.adds_bos if prepend_bos is None else prepend_bos
         if prepend_bos and bos is None:
             raise UserError(
                 f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "

@@ -21,8 +21,7 @@ from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface.pretrained import read_architecture, tokenizer_of
-from megatron_noloco.huggingface.source import is_hugging_face, open_source
+from megatron_noloco.huggingface.source import hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
@@ -119,13 +118,13 @@ def open_weights(
 
     Raises UserError when the model, or the data to evaluate it on, is missing.
     """
-    folder = paths[0]
-    if is_hugging_face(paths, tokenizer_place):
+    if (folder := hugging_face(paths, tokenizer_place)) is not None:
+        path = folder.path
         if data is None:
-            raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
-        trained, source = read_architecture(folder), None
-        readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        tokenizer = tokenizer_of(folder, cache=None) or build_tokenizer(TokenizerChoice(str(folder)))
+            raise UserError(f"{path}: a Hugging Face folder has no validation split; give --data")
+        trained, source = folder.architecture, None
+        readers: dict[str, Read] = {str(path): PretrainedWeights(path, trained)}
+        tokenizer = folder.tokenizer(None) or build_tokenizer(TokenizerChoice(str(path)))
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)

@@ -24,7 +24,6 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
-from megatron_noloco.huggingface.pretrained import missing_bos
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks, vote
 from megatron_noloco.job.launcher import local_device
@@ -222,8 +221,8 @@ def _join_ranks(prepared: Prepared) -> list[str]:
 def _tokenizer_notes(prepared: Prepared, begins: bool) -> list[str]:
     """Return notes about the tokenizer for the user; a collective."""
     data, notes = prepared.config.data, list[str]()
-    if (pretrained := prepared.config.training.pretrained) is not None and begins:
-        notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
+    if (pretrained := prepared.pretrained) is not None and begins:
+        notes += filter(None, [computed_by_rank_0(lambda: pretrained.missing_bos(data))])
     place = data.tokenizer_model
     if place is not None and not Path(place).exists():
         copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology.slot))
