@@ -5,6 +5,7 @@ in the cache what AutoTokenizer has read. All other processes and commands build
 alone.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.cache import Recipe, cache_folder, obtain
+from megatron_noloco.data.cache import Made, Recipe, cache_folder, obtain
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding
+from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding, write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.job.activity import line_of
@@ -103,18 +104,17 @@ def _content_of(folder: Path, cache: str | None) -> Content:
         cache: see `cache_folder`.
     """
     found: Any
-    if (folder / KEPT).exists():
-        found = read_object(folder / KEPT, "copy the tokenizer again")
-        return found
     if not has_tokenizer(folder):
         raise UserError(
             f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
             "that of a Hugging Face tokenizer"
         )
-    settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
-    inputs = _files(folder, (*_TOKENS, *_BESIDE))
-    recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
-    found = obtain(cache_folder(cache), recipe).facts["content"]
+    if not (folder / KEPT).exists():
+        settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
+        inputs = _files(folder, (*_TOKENS, *_BESIDE))
+        recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
+        folder = obtain(cache_folder(cache), recipe).folder
+    found = read_object(folder / KEPT, "copy the tokenizer again")
     return found
 
 
@@ -127,8 +127,8 @@ def load_folder(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _read(folder: Path, prefix: Path, _: Advance) -> dict[str, Content]:
-    """Return what AutoTokenizer reads, without what draws tokens at random; see `_content_of`."""
+def _read(folder: Path, entry: Path, _: Advance) -> Made:
+    """Write a copy of what AutoTokenizer reads, without what draws tokens at random; see `_content_of`."""
     try:
         theirs = load_folder(folder)
     except ImportError:  # a missing package, which the command names
@@ -154,7 +154,8 @@ def _read(folder: Path, prefix: Path, _: Advance) -> dict[str, Content]:
         chat_template=theirs.chat_template,
         switched_off=", ".join(f"{name} {value:g}" for name, value in random.items()),
     )
-    return {"content": content}
+    write_copy(json.dumps(content), entry)
+    return Made(f"tokenizer {folder}")
 
 
 def check_exported(folder: Path) -> str:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain, write_named
+from megatron_noloco.data.cache import Entry, Made, Recipe, cache_folder, find_entry, obtain, write_named
 from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, files_to_read, read_documents
 from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.data.indexed import IndexedWriter
@@ -82,22 +82,21 @@ class Corpus:
         pieces = read_documents(self._files(counts), total, self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
-    def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
-        """Write the dataset under a prefix; return facts about it."""
+    def _write(self, folder: Path, advance: Advance) -> Made:
+        """Write the dataset, which is that of an `Entry`."""
         counts = Counts(advance)
-        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self._of_records) as writer:
+        with IndexedWriter(folder / "data", self.tokenizer.vocab_size, masked=self._of_records) as writer:
             for sequence in self._sequences(counts):
                 writer.add(*sequence)
             if not len(writer):
                 raise self._empty(counts)
             writer.finish()
-        return {"tokenizer": self.tokenizer.digest, **counts.facts(self.tokenizer)}
+        return counts.made(self.source.path, self.tokenizer)
 
     def _empty(self, counts: Counts) -> UserError:
         """Return the error for files that hold nothing, with what is left out."""
-        what = "records" if self._of_records else "documents"
-        notes = counts.facts(self.tokenizer)["notes"]
-        return UserError(f"{self.source.option}: no {what} in {self.source.path}{notes}")
+        what, made = "records" if self._of_records else "documents", counts.made("", self.tokenizer)
+        return UserError(f"{self.source.option}: no {what} in {self.source.path}{made.notes}")
 
 
 def corpus_of(source: TextSource, tokenizer: Tokenizer) -> Corpus:
@@ -112,8 +111,8 @@ def preprocess(
     key: str = "text",
     append_eod: bool = False,
     max_lost: float = 0.05,
-) -> tuple[Path, dict[str, Any]]:
-    """Make a dataset; return its own prefix, and facts about it, see `Counts.facts`.
+) -> tuple[Path, Made]:
+    """Make a dataset; return its own prefix, and what is known of it.
 
     Raises UserError for an input that cannot be read, and where the dataset exists or cannot be written.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_noloco.data.cache import facts_of
+from megatron_noloco.data.cache import made_at
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, sync
@@ -158,7 +158,8 @@ def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> IndexedDa
         name: for the user; "": the prefix.
     """
     dataset = read_indexed(prefix)
-    if facts_of(prefix).get("tokenizer", tokenizer.digest) != tokenizer.digest:
+    made = made_at(prefix)
+    if made is not None and made.tokenizer not in ("", tokenizer.digest):
         raise UserError(
             f"{prefix}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             f"preprocess the text again (if this one has only further tokens, remove {prefix}.facts.json)"

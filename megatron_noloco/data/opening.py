@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.cache import Made
 from megatron_noloco.data.corpus import corpus_of
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
 from megatron_noloco.data.encode import check_lost
@@ -65,14 +65,15 @@ class Opened:
     """The datasets of a source, mapped.
 
     Attributes:
-        facts: about the dataset that was made of a text or of records; empty for datasets that were there.
+        made: of the dataset that was made of a text or of records; None for datasets that were there.
         members: of training and of validation, the datasets of the blend, before they are divided, each with its
             share; None: there are none.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         """Make the dataset, if there is none; raises UserError."""
-        self.source, self.tokenizer, self.facts = source, tokenizer, dict[str, Any]()
+        self.source, self.tokenizer = source, tokenizer
+        self.made: Made | None = None
         self.members: list[list[tuple[IndexedDataset, float]] | None]
         if isinstance(source, IndexedSource):
             training = self._blend_of(source.train)
@@ -80,8 +81,8 @@ class Opened:
             self.members = [training, training if source.split else validation]
             return
         entry = corpus_of(source, tokenizer).make()
-        check_lost(entry.facts, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
-        self.facts = entry.facts
+        check_lost(entry.made, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
+        self.made = entry.made
         self.members = [[(open_indexed(entry.prefix, tokenizer, source.name), 1.0)]] * 2
 
     def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
@@ -147,11 +148,11 @@ class Opened:
                 "gradient_accumulation_steps, model.seq_length or the number of replicas"
             )
         blends = [training, validation]
-        if isinstance(self.source, IndexedSource):
+        if isinstance(self.source, IndexedSource) or self.made is None:
             datasets = [dataset for members in self.members for dataset, _ in members or ()]
             lines = indexed_in_words(datasets, blends, self.tokenizer)
         else:
-            lines = [made_in_words(self.source.name, self._members(TRAINING)[0][0], self.facts, blends)]
+            lines = [made_in_words(self.source.name, self._members(TRAINING)[0][0], self.made, blends)]
         lines += epochs(training, needs)
         if validation is not None:
             lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
@@ -219,7 +220,7 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple
     prefix, notes = data, ""
     if not Path(f"{data}.idx").exists():
         entry = corpus_of(whole_source(data, cache), tokenizer).make()
-        prefix, notes = entry.prefix, entry.facts["notes"].removeprefix("; ")
+        prefix, notes = entry.prefix, entry.made.notes.removeprefix("; ")
     return open_indexed(prefix, tokenizer, data), notes
 
 

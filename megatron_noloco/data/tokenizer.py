@@ -35,6 +35,13 @@ class Content(TypedDict):
     switched_off: str  # what drew tokens at random, such as "dropout 0.1"; "" if nothing did
 
 
+def write_copy(kept: str, folder: Path) -> None:
+    """Write the copy of a tokenizer into a folder, which then is a tokenizer's; none of bytes."""
+    if kept:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / KEPT, kept)
+
+
 def deciding(tokenizer: Any) -> dict[str, Any]:
     """Return what decides the tokens of a text, as JSON, of an object of `tokenizers`.
 
@@ -242,14 +249,8 @@ class Tokenizer:
 
     @property
     def kept(self) -> str:
-        """The text of a copy; "" for bytes."""
+        """The text of a copy, see `write_copy`; "" for bytes."""
         return "" if self.folder is None else json.dumps(self.content)
-
-    def copy_to(self, folder: Path) -> None:
-        """Write a copy into the folder; none of bytes."""
-        if self.kept:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / KEPT, self.kept)
 
     def bytes_of(self, ids: np.ndarray, before: int) -> int:
         """Return the bytes of text that tokens stand for after another, also of a character that is cut."""

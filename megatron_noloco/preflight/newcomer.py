@@ -15,7 +15,7 @@ from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.sources import STANDARD_LIBRARY
-from megatron_noloco.data.tokenizer import KEPT
+from megatron_noloco.data.tokenizer import write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
@@ -146,8 +146,7 @@ def _write_job(invitation: Invitation, local: Local, folder: Path, tell: Callabl
     for name, path in _data(invitation.needs, local).items():
         raw["data"][name] = _from_anywhere(path)
     if invitation.tokenizer:
-        (copy := folder / "tokenizer").mkdir()
-        write_text(copy / KEPT, invitation.tokenizer)
+        write_copy(invitation.tokenizer, copy := folder / "tokenizer")
         raw["data"]["tokenizer_model"] = str(copy)
     member_file = folder / "member.pem"
     write_private(member_file, invitation.member_file)

@@ -20,7 +20,7 @@ from megatron_noloco.config.agreed import divided
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data
-from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
@@ -112,7 +112,7 @@ def start(
     with now.doing("setting aside what the run will write again"):
         begin = settle_start(settings, topology, found)
         if dist.get_rank() == 0:
-            prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
+            write_copy(prepared.tokenizer.kept, tokenizer_folder(job_folder))
     begin = replace(begin, notes=notes + begin.notes)
     joined = Joined(by_recipe, link, begin, data, validation, settings)
 

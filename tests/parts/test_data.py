@@ -163,7 +163,7 @@ class TestCorpus:
         (folder / "loop").symlink_to("loop")
         (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
         records = corpus_of(RecordSource(str(folder), Split(1, 0, 0)), ByteTokenizer())
-        assert records.make().facts["notes"].endswith(note)
+        assert records.make().made.notes.endswith(note)
         (folder / "a.txt").write_text("text")
         assert note in load(str(folder), "1").notes
         output = ("--output-prefix", tmp_path / "out")
@@ -184,7 +184,8 @@ class TestCorpus:
         (revision := tmp_path / "datasets--texts" / "snapshots" / "abc").joinpath("a.txt").write_text("text")
         (revision / "data" / "train.jsonl").unlink()
         corpus, card = load(str(tmp_path), "1"), "datasets--rows/snapshots/abc/README.md"
-        assert (corpus.documents, corpus.beside_records) == (3, 2)
+        assert corpus.documents == 3
+        assert "documents that are files of text beside records: 2" in corpus.notes
         assert corpus.notes.startswith(f"; left out: 1 file without records ({card})")
 
     @pytest.mark.parametrize(
@@ -247,7 +248,8 @@ class TestCorpus:
         assert sum(read) == item.bytes
         (folder / "README.md").write_text("# A card")
         corpus = load(str(folder), "1")
-        assert (corpus.documents, corpus.files, corpus.beside_records) == (41, 2, 1)
+        assert (corpus.documents, corpus.files) == (41, 2)
+        assert "documents that are files of text beside records: 1" in corpus.notes
 
     @pytest.mark.parametrize("several", [False, True])
     def test_what_datasets_saves_is_read_by_its_list(self, several: bool, tmp_path: Path) -> None:
