@@ -125,20 +125,18 @@ def files_to_read(
 
     A repository of the Hugging Face Hub that has rows has no other data: its texts are a card and licences.
 
-    Raises UserError for a file that was given itself.
+    Raises UserError as `why_left_out` does.
     """
     with_rows = {hub_repository_of(item.path) for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
-        if not reason:
-            if split := split_of(item):
-                counts.splits[split] += 1
-            yield item
+        reason = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
+        if reason:
+            counts.left_out.setdefault(reason, []).append(item)
+            counts.advance(item.bytes)
             continue
-        if advice and item.folder is None:
-            raise UserError(f"{item.path}: {advice}")
-        counts.left_out.setdefault(reason, []).append(item)
-        counts.advance(item.bytes)
+        if split := split_of(item):
+            counts.splits[split] += 1
+        yield item
 
 
 def read_documents(files: Iterable[Input], total: int, key: str, counts: Counts) -> Iterator[Piece]:

@@ -254,11 +254,11 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file "
+        "2 documents, 19 tokens; left out: 1 file of .xz, which `xz -d` unpacks (b.txt.xz), 1 file "
         "of JSON whose first line is no object with text, `data preprocess --json-keys` takes another; chats go "
         "to data.sft_data_path (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, write the rows as JSON "
         "lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.bin), 1 file of JSON "
-        "lines whose names do not end with .jsonl (g.txt)"
+        "lines, to be named *.jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
