@@ -118,11 +118,14 @@ class Opened:
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
         """Return the part of a dataset that a split has, in the order of its sequences or records."""
         assert self.source.split is not None
+        documents = dataset.document_bounds
         whole = isinstance(self.source, RecordSource)  # records, of one or more sequences
-        units = len(dataset.document_bounds) - 1 if whole else dataset.sequences
-        first, stop = self.source.split.bounds(units)[split : split + 2]
+        bounds = self.source.split.bounds(len(documents) - 1 if whole else dataset.sequences)
         if whole:
-            first, stop = dataset.document_bounds[[first, stop]].tolist()
+            bounds = documents[bounds].tolist()
+        elif not isinstance(self.source, IndexedSource):  # whose split is Megatron's
+            bounds[1] = _between_documents(bounds, documents)
+        first, stop = bounds[split : split + 2]
         part = dataset.part(first, stop, f"the {SPLITS[split]} split of {dataset.name}")
         if not len(part.tokens):
             raise UserError(
@@ -157,6 +160,24 @@ class Opened:
         if validation is not None:
             lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
         return Data(training, validation, "; ".join(lines), needs.vocab_size)
+
+
+def _between_documents(bounds: list[int], documents: np.ndarray) -> int:
+    """Return where validation begins: between two documents, so that training reads no part of its documents.
+
+    Within a document where training or validation would else lose half of what it has, as of a single long text.
+
+    Args:
+        bounds: see `Split.bounds`.
+        documents: the first sequence of each document, and the end.
+    """
+    start, border, stop, _ = bounds
+    nearest = int(documents[np.abs(documents - border).argmin()])
+    return (
+        nearest
+        if nearest - start >= (border - start) / 2 and stop - nearest >= (stop - border) / 2
+        else border
+    )
 
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:

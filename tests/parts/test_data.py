@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -250,6 +251,23 @@ class TestCorpus:
         corpus = load(str(folder), "1")
         assert (corpus.documents, corpus.files) == (41, 2)
         assert "documents that are files of text beside records: 1" in corpus.notes
+
+    @pytest.mark.parametrize(("last", "whole"), [(30_000, True), (600_000, False)])
+    def test_a_long_text_lies_in_one_split(self, last: int, whole: bool, tmp_path: Path) -> None:
+        """Else training reads the beginning of what it is validated on, as of a text longer than all of it."""
+        for number in range(8):
+            (tmp_path / f"{number}.txt").write_text(
+                f"text {number}, " * ((last if number == 7 else 30_000) // 8)
+            )
+        source = TextSource(str(tmp_path), Split.parse("7,3"))
+        data = open_data(source, ByteTokenizer(), Needs(257, 4))
+        read = {
+            split: set(re.findall(r"\d", ByteTokenizer().decode(blend.parts[0].tokens)))
+            for split, blend in (("training", data.training), ("validation", data.validation))
+            if blend is not None
+        }
+        assert read["validation"] == ({"6", "7"} if whole else {"7"})
+        assert read["training"].isdisjoint(read["validation"]) == whole
 
     @pytest.mark.parametrize("several", [False, True])
     def test_what_datasets_saves_is_read_by_its_list(self, several: bool, tmp_path: Path) -> None:
