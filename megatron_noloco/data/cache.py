@@ -1,9 +1,9 @@
 """The cache of what is made once per host: datasets of text and records, and tokenizers.
 
-An entry is a folder with `facts.json`, and the indexed dataset `data` or a tokenizer. Its name is a digest of what
-decides the entry: the tokenizer, the settings, and of each file its name below the given folder, its size, and the
-times of its last changes. As in git's index these stand for the content, since every start would have to read all
-of it. The system sets the second time (ctime) at each change, also if a program restores the first.
+An entry is a folder with `data.facts.json`, and the indexed dataset `data` or a tokenizer. Its name is a digest of
+what decides the entry: the tokenizer, the settings, and of each file its name below the given folder, size and
+times of the last changes. As in git's index these stand for the content, since every start would have to read
+all of it. The system sets the second time (ctime) at each change, also if a program restores the first.
 
 An entry gets its name when it is complete. A lock keeps two processes of a host from making the same entry; what a
 killed process leaves is removed when the entry is made again. A dataset with a name of the user's (`write_named`)
@@ -31,13 +31,13 @@ from megatron_noloco.job import activity
 
 _FORMAT = 10  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
-_FACTS = "facts.json"
+_FACTS = "data.facts.json"
 _FIRST_SECONDS = 2.0  # nothing is shown of what takes less
 _TERMINAL_SECONDS, _LINE_SECONDS = 0.5, 30.0  # between two lines; on a terminal each replaces the one before
 
 
 class Made(NamedTuple):
-    """What is known of an entry, and kept in `facts.json`; all but `source` of a dataset only."""
+    """What is known of an entry, and kept as `_FACTS`; all but `source` of a dataset only."""
 
     source: str  # for the user
     tokenizer: str = ""  # digest of what made the tokens
@@ -100,14 +100,14 @@ def cache_folder(setting: str | None) -> Path:
 
 def find_entry(folder: Path, digest: str) -> Entry | None:
     """Return the entry with this digest; None if it is not there."""
-    made = _read_made(folder / digest / _FACTS)
+    made = made_at(str(folder / digest / "data"))
     return made and Entry(folder / digest, made)
 
 
-def _read_made(path: Path) -> Made | None:
-    """Return what a file says; None if it is not there, or damaged."""
+def made_at(prefix: str) -> Made | None:
+    """Return what is known of a dataset; None of one that was not made here, or if the file is damaged."""
     with suppress(OSError, ValueError, TypeError):
-        content = json.loads(path.read_text())
+        content = json.loads(Path(f"{prefix}.facts.json").read_text())
         return Made(**{name: content[name] for name in Made._fields if name in content})
     return None
 
@@ -224,14 +224,9 @@ def write_named(prefix: Path, recipe: Recipe, check: Callable[[Made], None]) -> 
             raise UserError(f"{prefix}.idx exists already; remove it or give another {recipe.option}")
         with _made(prefix.parent, prefix.name, recipe) as entry:
             check(entry.made)
-            for name in ("data.bin", _FACTS, "data.idx"):
-                put_in_place(entry.folder / name, Path(f"{prefix}.{name.removeprefix('data.')}"))
+            for suffix in ("bin", "facts.json", "idx"):
+                put_in_place(Path(f"{entry.prefix}.{suffix}"), Path(f"{prefix}.{suffix}"))
         return entry.made
-
-
-def made_at(prefix: str) -> Made | None:
-    """Return what is known of a dataset that `write_named` has made; None of another."""
-    return _read_made(Path(f"{prefix}.{_FACTS}"))
 
 
 def entries(folder: Path) -> list[Entry]:

@@ -20,8 +20,10 @@ _COMPARED = 1 << 10, 1 << 12
 _COMPARED_TOKENS = 1 << 7  # of each, at its beginning and at its end: chats with the same tools begin alike
 
 
-def made_in_words(name: str, dataset: IndexedDataset, made: Made, blends: Sequence[Blend | None]) -> str:
+def made_in_words(dataset: IndexedDataset, blends: Sequence[Blend | None]) -> str:
     """Return a line about a dataset that was made of a text or of records."""
+    name, made = dataset.name, dataset.made
+    assert made is not None
     if dataset.mask is not None:
         return _records_in_words(name, made, [blend for blend in blends if blend is not None])
     size = f"{made.documents:,} documents in {made.files:,} files, {made.bytes / 1e6:.1f} MB"

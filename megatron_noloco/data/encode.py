@@ -109,15 +109,6 @@ class Counts(Counter[str]):
         return Made(source, tokenizer.digest, **read, lost_share=share, lost=lost, notes=summary)
 
 
-def check_lost(made: Made, most: float, source: str, option: str) -> None:
-    """Raise UserError where the tokenizer loses more than a share of the characters; `option` permits more."""
-    if made.lost_share > most:
-        raise UserError(
-            f"{source}: no token stands for {made.lost}; give a tokenizer that has them, or a higher {option} "
-            f"(now {most:g})"
-        )
-
-
 def files_to_read(
     inputs: Collection[Input], keys: Collection[str], counts: Counts, rows_alone: bool = False
 ) -> Iterator[Input]:

@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.cache import Made
-from megatron_noloco.data.corpus import corpus_of
+from megatron_noloco.data.corpus import corpus_of, corpus_of_any
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
-from megatron_noloco.data.encode import check_lost
 from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
 from megatron_noloco.data.record_samples import DocumentSamples, RecordSamples
-from megatron_noloco.data.records import whole_source
 from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -65,7 +62,6 @@ class Opened:
     """The datasets of a source, mapped.
 
     Attributes:
-        made: of the dataset that was made of a text or of records; None for datasets that were there.
         members: of training and of validation, the datasets of the blend, before they are divided, each with its
             share; None: there are none.
     """
@@ -73,17 +69,13 @@ class Opened:
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         """Make the dataset, if there is none; raises UserError."""
         self.source, self.tokenizer = source, tokenizer
-        self.made: Made | None = None
         self.members: list[list[tuple[IndexedDataset, float]] | None]
         if isinstance(source, IndexedSource):
             training = self._blend_of(source.train)
             validation = None if source.validation is None else self._blend_of(source.validation)
             self.members = [training, training if source.split else validation]
             return
-        entry = corpus_of(source, tokenizer).make()
-        check_lost(entry.made, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
-        self.made = entry.made
-        self.members = [[(open_indexed(entry.prefix, tokenizer, source.name), 1.0)]] * 2
+        self.members = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
 
     def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
         """Return the datasets with their shares, by their tokens where none are given."""
@@ -151,11 +143,11 @@ class Opened:
                 "gradient_accumulation_steps, model.seq_length or the number of replicas"
             )
         blends = [training, validation]
-        if isinstance(self.source, IndexedSource) or self.made is None:
+        if isinstance(self.source, IndexedSource):
             datasets = [dataset for members in self.members for dataset, _ in members or ()]
             lines = indexed_in_words(datasets, blends, self.tokenizer)
         else:
-            lines = [made_in_words(self.source.name, self._members(TRAINING)[0][0], self.made, blends)]
+            lines = [made_in_words(self._members(TRAINING)[0][0], blends)]
         lines += epochs(training, needs)
         if validation is not None:
             lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
@@ -227,22 +219,25 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    dataset, notes = open_any(data, tokenizer, cache)
+    dataset = open_any(data, tokenizer, cache)
     if dataset.mask is None:
         samples: RecordSamples = DocumentSamples(dataset, needs.seq_length, tokenizer)
     else:
         samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
     _check_tokens(samples, needs.vocab_size)
-    return samples, notes
+    return samples, notes_on(dataset)
 
 
-def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[IndexedDataset, str]:
-    """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
-    prefix, notes = data, ""
-    if not Path(f"{data}.idx").exists():
-        entry = corpus_of(whole_source(data, cache), tokenizer).make()
-        prefix, notes = entry.prefix, entry.made.notes.removeprefix("; ")
-    return open_indexed(prefix, tokenizer, data), notes
+def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> IndexedDataset:
+    """Return the dataset of a text, of records, or under a prefix; raises UserError."""
+    if Path(f"{data}.idx").exists():
+        return open_indexed(data, tokenizer)
+    return corpus_of_any(data, tokenizer, cache).open()
+
+
+def notes_on(dataset: IndexedDataset) -> str:
+    """Return what was read otherwise than it looks when a dataset was made; "" where nothing was, or is known."""
+    return "" if dataset.made is None else dataset.made.notes.removeprefix("; ")
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

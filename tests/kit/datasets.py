@@ -48,11 +48,11 @@ def sequences_of(tokens: np.ndarray, offsets: np.ndarray | None = None) -> Datas
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
     """What a text becomes: the tokens of its three splits, and what is known of it."""
     shares = Split.parse(split)
-    entry = corpus_of(TextSource(text, shares, mkdtemp()), tokenizer).make()
-    indexed, made = read_indexed(entry.prefix), entry.made
+    indexed = corpus_of(TextSource(text, shares, mkdtemp()), tokenizer).open()
+    assert indexed.made is not None
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(shares.bounds(indexed.sequences)))
     return SimpleNamespace(
-        **dict(zip(("train", "validation", "test"), splits, strict=True)), **made._asdict()
+        **dict(zip(("train", "validation", "test"), splits, strict=True)), **indexed.made._asdict()
     )
 
 
