@@ -20,9 +20,9 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.job.activity import line_of
 
-# Files of which AutoTokenizer needs one, and what it reads beside them
+# Files of which AutoTokenizer needs one, and what it may read beside them
 _TOKENS = "tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json"
-_BESIDE = "config.json", "special_tokens_map.json", "added_tokens.json", "*.jinja", "*templates/*"
+_BESIDE = "*.json", "*.txt", "*.jinja", "*templates/*"
 _RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws other tokens each time
 
 

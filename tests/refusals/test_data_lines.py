@@ -21,7 +21,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.chats import ANSWER, ASKED, CALLS, TEMPLATE, chat_tokenizer, write
 from tests.kit.configs import SMALLEST
-from tests.kit.datasets import LFS_POINTER, load_records, write_dataset
+from tests.kit.datasets import LFS_POINTER, load_records, write_dataset, zstd
 from tests.kit.golden import check
 from tests.kit.ranks import output_of, refusal_of
 from tests.kit.tokenizers import tokenizer_at
@@ -32,10 +32,6 @@ def parquet_of(text: bytes, columns: int = 1) -> bytes:
     written, column = pyarrow.BufferOutputStream(), pyarrow.array([b"x", text]).view(pyarrow.string())
     parquet.write_table(pyarrow.table([column] * columns, names=["text"] * columns), written)
     return written.getvalue().to_pybytes()
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, "zstd", asbytes=True)
 
 
 # Name of a file, its content, further options of `data preprocess`.
