@@ -89,11 +89,11 @@ def _preprocess(args: argparse.Namespace) -> int:
     try:
         tokenizer = build_tokenizer(choice)
         texts, lost = (args.json_keys, args.append_eod), args.max_lost_characters
-        output, facts = preprocess(args.input, args.output_prefix, tokenizer, *texts, lost)
+        output, made = preprocess(args.input, args.output_prefix, tokenizer, *texts, lost)
     except KeyboardInterrupt:
         sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
-    say(f"{facts['documents']} documents, {facts['tokens']} tokens{facts['notes']}", str(output))
+    say(f"{made.documents} documents, {made.tokens} tokens{made.notes}", str(output))
     return 0
 
 
@@ -107,9 +107,7 @@ def _cache(args: argparse.Namespace) -> int:
     found = entries(folder)
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        say(
-            f"{entry.folder.name}  {entry.bytes / 1e6:10,.1f} MB  used {used}  {outside(entry.facts['source'])}"
-        )
+        say(f"{entry.folder.name}  {entry.bytes / 1e6:10,.1f} MB  used {used}  {outside(entry.made.source)}")
     say(f"{folder}: {sum(entry.bytes for entry in found) / 1e6:,.1f} MB")
     return 0
 
@@ -117,14 +115,14 @@ def _cache(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import build_tokenizer
     from megatron_noloco.data.indexed import read_indexed
-    from megatron_noloco.data.opening import open_any
+    from megatron_noloco.data.opening import notes_on, open_any
 
-    tokenizer, notes = build_tokenizer(_tokenizer(args)), ""
+    tokenizer = build_tokenizer(_tokenizer(args))
     if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
         dataset = read_indexed(args.data)
     else:
-        dataset, notes = open_any(args.data, tokenizer)
-    say(*_report(dataset, tokenizer, args.samples), *[notes] * bool(notes))
+        dataset = open_any(args.data, tokenizer)
+    say(*_report(dataset, tokenizer, args.samples), *filter(None, [notes_on(dataset)]))
     return 0
 
 

@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
 from megatron_noloco.cli.options import (
@@ -152,20 +152,23 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.data.sources import IndexedSource
     from megatron_noloco.federation.keys import Keys
+    from megatron_noloco.huggingface.folder import ModelFolder
     from megatron_noloco.huggingface.pretrained import import_folder
     from megatron_noloco.huggingface.whole_model import check_import
     from megatron_noloco.preflight.newcomer import memory_of_gpus, proposed
     from megatron_noloco.settings import FederationSettings
     from megatron_noloco.training.prepare import check_data, check_start
 
-    folder, output = Path(args.folder), Path(args.output)
+    output = Path(args.output)
     if output.exists():
         raise UserError(f"{output}: exists; give another --output, or remove it")
-    template = _template(args)
+    folder = ModelFolder(Path(args.folder))
+    template = _template(args, folder.sizes)
     config, length = import_folder(folder, template)
     lines = [length]
     if args.data:
-        tokenizer, architecture = check_start(config.replace(federation=FederationSettings()))
+        alone = config.replace(federation=FederationSettings())
+        tokenizer, architecture = check_start(alone, pretrained=folder)
         check_data(config, None, tokenizer, architecture)
     if not args.no_check:
         lines.append(check_import(folder))
@@ -192,13 +195,13 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _template(args: argparse.Namespace) -> "RunConfig":
-    """Return the config that `import` gives a model."""
+def _template(args: argparse.Namespace, sizes: dict[str, Any]) -> "RunConfig":
+    """Return the config that `import` gives a model of these sizes, see `ModelFolder`."""
     from megatron_noloco.config import load_config
     from megatron_noloco.federation.network import meeting_place
-    from megatron_noloco.huggingface.pretrained import config_to_continue, read_sizes
+    from megatron_noloco.huggingface.pretrained import config_to_continue
 
-    sizes, output = read_sizes(Path(args.folder)), Path(args.output)
+    output = Path(args.output)
     data = {name or "text": path for name, path in args.data}
     if args.config is not None:
         config = load_config(args.config, sizes)
@@ -222,12 +225,12 @@ def _template(args: argparse.Namespace) -> "RunConfig":
 
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import export
-    from megatron_noloco.huggingface.source import is_hugging_face, open_source
+    from megatron_noloco.huggingface.source import hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
     with tempfile.TemporaryDirectory() as folder:
         model = args.model[0]
-        if not is_hugging_face(args.model, args.tokenizer):
+        if hugging_face(args.model, args.tokenizer) is None:
             model = Path(folder) / "model"
             export(open_source(args.model, "mean", args.tokenizer), model, "float32", _SHARD_BYTES)
         generate(model, args.prompt, args.tokens, args.temperature, args.seed)

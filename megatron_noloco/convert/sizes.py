@@ -42,13 +42,14 @@ def _sizes_of_folder(draft: Draft, folder: Path) -> None:
         download = f"download it (hf download {folder} --local-dir FOLDER)"
         draft.advise("facts.model_folder", f"{download}, then megatron-noloco import FOLDER --config THIS")
         return
-    from megatron_noloco.huggingface.pretrained import model_fields, read_architecture
+    from megatron_noloco.data.auto_tokenizer import has_tokenizer
+    from megatron_noloco.huggingface.folder import ModelFolder, model_fields
 
-    for name, value in model_fields(read_architecture(folder)).items():
+    for name, value in model_fields(ModelFolder(folder).architecture).items():
         if value is not None:
             draft.put(f"model.{name}", value, "model_folder")
     draft.put("training.pretrained", str(folder), "model_folder")
-    if (folder / "tokenizer.json").exists():
+    if has_tokenizer(folder):
         draft.put("data.tokenizer_model", str(folder), "model_folder")
 
 

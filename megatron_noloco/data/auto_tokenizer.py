@@ -5,6 +5,7 @@ in the cache what AutoTokenizer has read. All other processes and commands build
 alone.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +13,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.cache import Recipe, cache_folder, obtain
+from megatron_noloco.data.cache import Made, Recipe, cache_folder, obtain
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding
+from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding, write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.job.activity import line_of
 
-_READ = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # suffixes of the files that AutoTokenizer reads
+# Files of which AutoTokenizer needs one, and what it may read beside them
+_TOKENS = "tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json"
+_BESIDE = "*.json", "*.txt", "*.jinja", "*templates/*"
 _RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws other tokens each time
 
 
@@ -30,13 +33,13 @@ class TokenizerChoice:
     Attributes:
         folder: of a Hugging Face fast tokenizer; None: bytes.
         split_special_tokens: whether a special token that a text spells out is text.
-        prepend_bos: whether each document begins with BOS.
+        prepend_bos: whether each document begins with BOS; None: if the folder's files say so.
         cache: the folder in which hosts keep tokenizers, see `cache_folder`.
     """
 
     folder: str | None = None
     split_special_tokens: bool = True
-    prepend_bos: bool = False
+    prepend_bos: bool | None = False
     cache: str | None = None
 
 
@@ -82,6 +85,16 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     raise UserError("; ".join(problems))
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer, sound or not."""
+    return bool(_files(folder, _TOKENS))
+
+
+def _files(folder: Path, patterns: Iterable[str]) -> list[Input]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return [Input(path, folder) for path in sorted(paths)]
+
+
 def _content_of(folder: Path, cache: str | None) -> Content:
     """Return what a folder holds: a copy, or what AutoTokenizer reads, once per host.
 
@@ -91,19 +104,17 @@ def _content_of(folder: Path, cache: str | None) -> Content:
         cache: see `cache_folder`.
     """
     found: Any
-    if (folder / KEPT).exists():
-        found = read_object(folder / KEPT, "copy the tokenizer again")
-        return found
-    there = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-    inputs = [Input(path, folder) for path in sorted(there) if path.suffix in _READ and path.is_file()]
-    if not inputs:
+    if not has_tokenizer(folder):
         raise UserError(
             f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
             "that of a Hugging Face tokenizer"
         )
-    settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
-    recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
-    found = obtain(cache_folder(cache), recipe).facts["content"]
+    if not (folder / KEPT).exists():
+        settings = {"kind": "content of a tokenizer", "transformers": version("transformers")}
+        inputs = _files(folder, (*_TOKENS, *_BESIDE))
+        recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
+        folder = obtain(cache_folder(cache), recipe).folder
+    found = read_object(folder / KEPT, "copy the tokenizer again")
     return found
 
 
@@ -116,8 +127,8 @@ def load_folder(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def _read(folder: Path, prefix: Path, _: Advance) -> dict[str, Content]:
-    """Return what AutoTokenizer reads, without what draws tokens at random; see `_content_of`."""
+def _read(folder: Path, entry: Path, _: Advance) -> Made:
+    """Write a copy of what AutoTokenizer reads, without what draws tokens at random; see `_content_of`."""
     try:
         theirs = load_folder(folder)
     except ImportError:  # a missing package, which the command names
@@ -143,7 +154,8 @@ def _read(folder: Path, prefix: Path, _: Advance) -> dict[str, Content]:
         chat_template=theirs.chat_template,
         switched_off=", ".join(f"{name} {value:g}" for name, value in random.items()),
     )
-    return {"content": content}
+    write_copy(json.dumps(content), entry)
+    return Made(f"tokenizer {folder}")
 
 
 def check_exported(folder: Path) -> str:

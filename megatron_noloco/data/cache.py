@@ -1,9 +1,9 @@
 """The cache of what is made once per host: datasets of text and records, and tokenizers.
 
-An entry is a folder with `facts.json` and, of a dataset, the indexed dataset `data`. Its name is a digest of what
-decides the entry: the tokenizer, the settings, and of each file its name below the given folder, its size, and the
-times of its last changes. As in git's index these stand for the content, since every start would have to read all
-of it. The system sets the second time (ctime) at each change, also if a program restores the first.
+An entry is a folder with `data.facts.json`, and the indexed dataset `data` or a tokenizer. Its name is a digest of
+what decides the entry: the tokenizer, the settings, and of each file its name below the given folder, size and
+times of the last changes. As in git's index these stand for the content, since every start would have to read
+all of it. The system sets the second time (ctime) at each change, also if a program restores the first.
 
 An entry gets its name when it is complete. A lock keeps two processes of a host from making the same entry; what a
 killed process leaves is removed when the entry is made again. A dataset with a name of the user's (`write_named`)
@@ -29,11 +29,26 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
 
-_FORMAT = 9  # of entries; another one where the same files would become other tokens or facts
+_FORMAT = 10  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
-_FACTS = "facts.json"
+_FACTS = "data.facts.json"
 _FIRST_SECONDS = 2.0  # nothing is shown of what takes less
 _TERMINAL_SECONDS, _LINE_SECONDS = 0.5, 30.0  # between two lines; on a terminal each replaces the one before
+
+
+class Made(NamedTuple):
+    """What is known of an entry, and kept as `_FACTS`; all but `source` of a dataset only."""
+
+    source: str  # for the user
+    tokenizer: str = ""  # digest of what made the tokens
+    files: int = 0
+    bytes: int = 0  # of the files
+    documents: int = 0  # of a text
+    tokens: int = 0  # of a text
+    records: int = 0  # for fine-tuning
+    lost_share: float = 0.0  # of the characters, for which no token stands
+    lost: str = ""  # the same in words, with examples
+    notes: str = ""  # the end of a summary: what is read otherwise than it looks
 
 
 class Recipe(NamedTuple):
@@ -42,8 +57,7 @@ class Recipe(NamedTuple):
     source: str  # for the user
     inputs: Sequence[Input]
     settings: dict[str, Any]  # what decides the dataset beside the inputs; JSON
-    # Writes what is made under a prefix, synced; returns facts about it, JSON.
-    write: Callable[[Path, Advance], dict[str, Any]]
+    write: Callable[[Path, Advance], Made]  # fills a folder with what is made, synced
     option: str = "data.cache"  # says where it is made
 
     @property
@@ -57,7 +71,7 @@ class Entry(NamedTuple):
     """One complete entry."""
 
     folder: Path
-    facts: dict[str, Any]
+    made: Made
 
     @property
     def prefix(self) -> str:
@@ -86,8 +100,15 @@ def cache_folder(setting: str | None) -> Path:
 
 def find_entry(folder: Path, digest: str) -> Entry | None:
     """Return the entry with this digest; None if it is not there."""
-    with suppress(OSError, ValueError):
-        return Entry(folder / digest, json.loads((folder / digest / _FACTS).read_text()))
+    made = made_at(str(folder / digest / "data"))
+    return made and Entry(folder / digest, made)
+
+
+def made_at(prefix: str) -> Made | None:
+    """Return what is known of a dataset; None of one that was not made here, or if the file is damaged."""
+    with suppress(OSError, ValueError, TypeError):
+        content = json.loads(Path(f"{prefix}.facts.json").read_text())
+        return Made(**{name: content[name] for name in Made._fields if name in content})
     return None
 
 
@@ -104,13 +125,13 @@ def obtain(folder: Path, recipe: Recipe) -> Entry:
     with _alone(folder, digest, recipe):
         if found := find_entry(folder, digest):
             return found
-        with _made(folder, digest, recipe) as made:
+        with _made(folder, digest, recipe) as entry:
             try:
-                put_in_place(made.folder, folder / digest)
+                put_in_place(entry.folder, folder / digest)
             except OSError:  # without locks, another process may have been faster
                 if find_entry(folder, digest) is None:
                     raise
-        return Entry(folder / digest, made.facts)
+        return Entry(folder / digest, entry.made)
 
 
 @contextmanager
@@ -180,39 +201,32 @@ def _made(folder: Path, name: str, recipe: Recipe) -> Iterator[Entry]:
         # Inputs that cannot be read are UserErrors.
         with writing(folder, recipe.option), _shown(f"preparing {recipe.source}", total) as advance:
             partial.mkdir()
-            facts = {"source": recipe.source, **recipe.write(partial / "data", advance)}
-            write_text(partial / _FACTS, json.dumps(facts))
+            made = recipe.write(partial, advance)
+            write_text(partial / _FACTS, json.dumps(made._asdict()))
         if recipe.digest != digest:
             raise UserError(f"{recipe.source}: changed while it was read; start again when it is complete")
-        yield Entry(partial, facts)
+        yield Entry(partial, made)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_named(prefix: Path, recipe: Recipe, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Make a dataset, `PREFIX.bin` and `.idx`, with its facts in `PREFIX.facts.json`; return these.
+def write_named(prefix: Path, recipe: Recipe, check: Callable[[Made], None]) -> Made:
+    """Make a dataset, `PREFIX.bin` and `.idx`, and `PREFIX.facts.json`; return what the latter says.
 
     The files get their names when they are complete, the index last. Raises UserError if the dataset exists, or if
     nothing can be written.
 
     Args:
-        check: raises UserError for facts of a dataset that is not to be kept.
+        check: raises UserError for a dataset that is not to be kept.
     """
     with _alone(prefix.parent, prefix.name, recipe):
         if Path(f"{prefix}.idx").exists():
             raise UserError(f"{prefix}.idx exists already; remove it or give another {recipe.option}")
-        with _made(prefix.parent, prefix.name, recipe) as made:
-            check(made.facts)
-            for name in ("data.bin", _FACTS, "data.idx"):
-                put_in_place(made.folder / name, Path(f"{prefix}.{name.removeprefix('data.')}"))
-        return made.facts
-
-
-def facts_of(prefix: str) -> dict[str, Any]:
-    """Return the facts of a dataset that `write_named` has made; empty for another."""
-    with suppress(OSError, ValueError):
-        return json.loads(Path(f"{prefix}.{_FACTS}").read_text())
-    return {}
+        with _made(prefix.parent, prefix.name, recipe) as entry:
+            check(entry.made)
+            for suffix in ("bin", "facts.json", "idx"):
+                put_in_place(Path(f"{entry.prefix}.{suffix}"), Path(f"{prefix}.{suffix}"))
+        return entry.made
 
 
 def entries(folder: Path) -> list[Entry]:
@@ -235,7 +249,7 @@ def clear(folder: Path, digests: Sequence[str] = ()) -> int:
         chosen = _is_of_cache(path) and path.name.startswith(tuple(digests) or "")
         if chosen and not _is_being_made(folder, path.name[:_DIGITS]):
             if path.is_dir():
-                freed += Entry(path, {}).bytes
+                freed += Entry(path, Made(path.name)).bytes
                 shutil.rmtree(path)
             else:
                 path.unlink()

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.cache import Entry, Recipe, cache_folder, find_entry, obtain, write_named
-from megatron_noloco.data.encode import Counts, Sequence, check_lost, encode, files_to_read, read_documents
+from megatron_noloco.data.cache import Entry, Made, Recipe, cache_folder, find_entry, obtain, write_named
+from megatron_noloco.data.encode import Counts, Sequence, encode, files_to_read, read_documents
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, open_indexed
 from megatron_noloco.data.inputs import check_outside, find_inputs
 from megatron_noloco.data.records import RECORD_KEYS, encode_records
 from megatron_noloco.data.sources import RecordSource, TextSource
@@ -51,8 +50,21 @@ class Corpus:
         return Recipe(self.source.path, self.inputs, settings, self._write)
 
     def make(self) -> Entry:
-        """Return the dataset, from the cache or made now; raises UserError for what cannot be read."""
-        return obtain(cache_folder(self.source.cache), self.recipe)
+        """Return the dataset in the cache, where it is made if it is not there.
+
+        Raises UserError for what cannot be read, and where the tokenizer loses too many characters.
+        """
+        entry = obtain(cache_folder(self.source.cache), self.recipe)
+        self._check_lost(entry.made)
+        return entry
+
+    def open(self) -> IndexedDataset:
+        """Return the dataset, mapped; raises UserError as `make` does."""
+        return open_indexed(self.make().prefix, self.tokenizer, self.source.name)
+
+    def write_named(self, prefix: Path) -> Made:
+        """Make the dataset under a prefix of the user's; raises UserError as `make` does, and if it exists."""
+        return write_named(prefix, self.recipe._replace(option="--output-prefix"), self._check_lost)
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if what the run writes would be read, or the cache cannot be written."""
@@ -82,27 +94,50 @@ class Corpus:
         pieces = read_documents(self._files(counts), total, self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
-    def _write(self, prefix: Path, advance: Advance) -> dict[str, Any]:
-        """Write the dataset under a prefix; return facts about it."""
+    def _write(self, folder: Path, advance: Advance) -> Made:
+        """Write the dataset, which is that of an `Entry`."""
         counts = Counts(advance)
-        with IndexedWriter(prefix, self.tokenizer.vocab_size, masked=self._of_records) as writer:
+        with IndexedWriter(folder / "data", self.tokenizer.vocab_size, masked=self._of_records) as writer:
             for sequence in self._sequences(counts):
                 writer.add(*sequence)
             if not len(writer):
                 raise self._empty(counts)
             writer.finish()
-        return {"tokenizer": self.tokenizer.digest, **counts.facts(self.tokenizer)}
+        return counts.made(self.source.path, self.tokenizer)
+
+    def _check_lost(self, made: Made) -> None:
+        if made.lost_share > self.source.max_lost:
+            option = (
+                "--max-lost-characters" if self.source.option == "--input" else "data.max_lost_characters"
+            )
+            raise UserError(
+                f"{self.source.option} {self.source.name}: no token stands for {made.lost}; give a tokenizer that "
+                f"has them, or a higher {option} (now {self.source.max_lost:g})"
+            )
 
     def _empty(self, counts: Counts) -> UserError:
         """Return the error for files that hold nothing, with what is left out."""
-        what = "records" if self._of_records else "documents"
-        notes = counts.facts(self.tokenizer)["notes"]
-        return UserError(f"{self.source.option}: no {what} in {self.source.path}{notes}")
+        what, made = "records" if self._of_records else "documents", counts.made("", self.tokenizer)
+        return UserError(f"{self.source.option}: no {what} in {self.source.path}{made.notes}")
 
 
 def corpus_of(source: TextSource, tokenizer: Tokenizer) -> Corpus:
     """Return what a source holds; raises UserError if there are no files."""
     return Corpus(source, tokenizer, find_inputs([source.path], source.option))
+
+
+def corpus_of_any(path: str, tokenizer: Tokenizer, cache: str | None) -> Corpus:
+    """Return all that a path holds: records, if the first row that is read there is one, else text.
+
+    Raises UserError for a file that cannot be read.
+    """
+    inputs = find_inputs([path], "--data")
+    tables = [item for item in inputs if item.kind != "text"]
+    read = files_to_read(tables, ["text", *RECORD_KEYS], Counts(lambda _: None))
+    first = next((row for item in read for _, row in item.rows(lambda _: None)), {})
+    is_record = "text" not in first and {*RECORD_KEYS} & first.keys()
+    source = RecordSource if is_record else TextSource
+    return Corpus(source(path, cache=cache, max_lost=1.0, option="--data"), tokenizer, inputs)
 
 
 def preprocess(
@@ -112,8 +147,8 @@ def preprocess(
     key: str = "text",
     append_eod: bool = False,
     max_lost: float = 0.05,
-) -> tuple[Path, dict[str, Any]]:
-    """Make a dataset; return its own prefix, and facts about it, see `Counts.facts`.
+) -> tuple[Path, Made]:
+    """Make a dataset; return its own prefix, and what is known of it.
 
     Raises UserError for an input that cannot be read, and where the dataset exists or cannot be written.
 
@@ -128,10 +163,8 @@ def preprocess(
         raise UserError(
             f"--output-prefix {prefix}, --json-keys {key}: make no name of a file, as data/corpus and text do"
         ) from None
-    source = TextSource(", ".join(inputs), option="--input")
+    source = TextSource(", ".join(inputs), max_lost=max_lost, option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
-
-    check = partial(check_lost, most=max_lost, source=source.option, option="--max-lost-characters")
-    return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), check)
+    return output, corpus.write_named(output)

@@ -1,11 +1,11 @@
 """The line of the banner that says what the data of a run hold."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
+from megatron_noloco.data.cache import Made
 from megatron_noloco.data.indexed import Dataset, IndexedDataset
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.sources import Needs
@@ -20,24 +20,24 @@ _COMPARED = 1 << 10, 1 << 12
 _COMPARED_TOKENS = 1 << 7  # of each, at its beginning and at its end: chats with the same tools begin alike
 
 
-def made_in_words(
-    name: str, dataset: IndexedDataset, facts: Mapping[str, Any], blends: Sequence[Blend | None]
-) -> str:
-    """Return a line about a dataset that was made of a text or of records; `facts`: see `Counts.facts`."""
+def made_in_words(dataset: IndexedDataset, blends: Sequence[Blend | None]) -> str:
+    """Return a line about a dataset that was made of a text or of records."""
+    name, made = dataset.name, dataset.made
+    assert made is not None
     if dataset.mask is not None:
-        return _records_in_words(name, facts, [blend for blend in blends if blend is not None])
-    size = f"{facts['documents']:,} documents in {facts['files']:,} files, {facts['bytes'] / 1e6:.1f} MB"
+        return _records_in_words(name, made, [blend for blend in blends if blend is not None])
+    size = f"{made.documents:,} documents in {made.files:,} files, {made.bytes / 1e6:.1f} MB"
     tokens = " and ".join(
         f"{blend.parts[0].learnt} {split}" for split, blend in zip(SPLITS, blends, strict=True) if blend
     )
-    return f"{name}, {size}, {tokens} tokens{facts['notes']}"
+    return f"{name}, {size}, {tokens} tokens{made.notes}"
 
 
-def _records_in_words(name: str, facts: Mapping[str, Any], blends: Sequence[Blend]) -> str:
+def _records_in_words(name: str, made: Made, blends: Sequence[Blend]) -> str:
     training = blends[0]
     learnt, tokens = training.parts[0].learnt, training.tokens_per_sample * len(training)
     line = (
-        f"{name}, {facts['records']} records, {len(training)} training samples with {learnt} tokens in answers, "
+        f"{name}, {made.records} records, {len(training)} training samples with {learnt} tokens in answers, "
         f"{100 * learnt / tokens:.3g} % of all"
     )
     samples = [part for blend in blends for part in blend.parts if isinstance(part, RecordSamples)]
@@ -45,7 +45,7 @@ def _records_in_words(name: str, facts: Mapping[str, Any], blends: Sequence[Blen
         line += f"; records longer than a sample, cut: {cut}"
     if left_out := sum(part.left_out for part in samples):
         line += f"; records left out, since no answer fits: {left_out}"
-    return line + facts["notes"]
+    return line + made.notes
 
 
 def indexed_in_words(

@@ -1,12 +1,13 @@
 """Encode documents: text becomes sequences of tokens, with the tokens of begin and end. Count what is read."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from megatron_noloco.data.cache import Made
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
 from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -79,19 +80,19 @@ class Counts(Counter[str]):
         for character in lost.keys() - self.lost_in.keys():
             self.lost_in[character] = next(file for text, file in pairs if character in text)
 
-    def facts(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the counts, and under "notes" the end of a summary: what is read otherwise than it looks."""
+    def made(self, source: str, tokenizer: Tokenizer) -> Made:
+        """Return what is known of a dataset, once all of it is read."""
         found = [in_words(files, reason) for reason, files in self.left_out.items()]
         if empty := self["empty"]:
             found.append(f"{empty} empty document{'s' * (empty > 1)}")
         notes = [f"left out: {', '.join(found)}"] * bool(found)
         notes += [text.format(self[name]) for name, text in _NOTES.items() if self[name]]
-        lost = ""
+        lost, share = "", self["lost"] / max(1, self["characters"])
         if self["lost"]:
             most = [character for character, _ in self.lost.most_common(_EXAMPLES)]
             examples = ", ".join(f"{one!r} in {outside(self.lost_in[one])}" for one in most)
             numbers = f"{self['lost']:,} of {self['characters']:,} characters"
-            lost = f"{numbers} ({100 * self['lost'] / self['characters']:.2g} %), such as {examples}"
+            lost = f"{numbers} ({100 * share:.2g} %), such as {examples}"
             notes.append(f"no token stands for {lost}")
         if self.roles:
             named = ", ".join(f'"{outside(role)}" ({number})' for role, number in self.roles.most_common())
@@ -103,16 +104,9 @@ class Counts(Counter[str]):
             notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.content["switched_off"]:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
-        return {**self, "lost_in_words": lost, "notes": "".join(f"; {note}" for note in notes)}
-
-
-def check_lost(facts: Mapping[str, Any], most: float, source: str, option: str) -> None:
-    """Raise UserError where the tokenizer loses more than a share of the characters; `option` permits more."""
-    if facts["lost_in_words"] and facts["lost"] > most * facts["characters"]:
-        raise UserError(
-            f"{source}: no token stands for {facts['lost_in_words']}; give a tokenizer that has them, or a higher "
-            f"{option} (now {most:g})"
-        )
+        read = {name: self[name] for name in ("files", "bytes", "documents", "tokens", "records")}
+        summary = "".join(f"; {note}" for note in notes)
+        return Made(source, tokenizer.digest, **read, lost_share=share, lost=lost, notes=summary)
 
 
 def files_to_read(
@@ -122,20 +116,18 @@ def files_to_read(
 
     A repository of the Hugging Face Hub that has rows has no other data: its texts are a card and licences.
 
-    Raises UserError for a file that was given itself.
+    Raises UserError as `why_left_out` does.
     """
     with_rows = {hub_repository_of(item.path) for item in inputs if item.kind != "text"} - {None}
     for item in inputs:
-        reason, advice = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
-        if not reason:
-            if split := split_of(item):
-                counts.splits[split] += 1
-            yield item
+        reason = why_left_out(item, keys, rows_alone or hub_repository_of(item.path) in with_rows)
+        if reason:
+            counts.left_out.setdefault(reason, []).append(item)
+            counts.advance(item.bytes)
             continue
-        if advice and item.folder is None:
-            raise UserError(f"{item.path}: {advice}")
-        counts.left_out.setdefault(reason, []).append(item)
-        counts.advance(item.bytes)
+        if split := split_of(item):
+            counts.splits[split] += 1
+        yield item
 
 
 def read_documents(files: Iterable[Input], total: int, key: str, counts: Counts) -> Iterator[Piece]:

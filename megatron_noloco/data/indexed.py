@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_noloco.data.cache import facts_of
+from megatron_noloco.data.cache import Made, made_at
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, sync
@@ -61,10 +61,12 @@ class IndexedDataset(Dataset):
 
     Attributes:
         document_bounds: the first sequence of each document, and the end, int64 [documents + 1].
+        made: what is known of it; None of a dataset that was not made here.
     """
 
     offsets: "Offsets"
     document_bounds: np.ndarray
+    made: Made | None = None
 
     def ends_with(self, token: int) -> bool:
         """Return whether any of its first documents ends with a token."""
@@ -158,12 +160,13 @@ def open_indexed(prefix: str, tokenizer: Tokenizer, name: str = "") -> IndexedDa
         name: for the user; "": the prefix.
     """
     dataset = read_indexed(prefix)
-    if facts_of(prefix).get("tokenizer", tokenizer.digest) != tokenizer.digest:
+    made = made_at(prefix)
+    if made is not None and made.tokenizer not in ("", tokenizer.digest):
         raise UserError(
             f"{prefix}: the dataset was made with another tokenizer than that of the block data; set the same, or "
             f"preprocess the text again (if this one has only further tokens, remove {prefix}.facts.json)"
         )
-    return replace(dataset, name=name or prefix)
+    return replace(dataset, name=name or prefix, made=made)
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -55,41 +55,46 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
     return [item for item in dict.fromkeys(found) if chosen[_identity(item.status)] == item]
 
 
-def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> tuple[str, str]:
-    """Return why a file is not read, with {} for the "s" of several files, and what to do; "" for a file that is.
+def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> str:
+    """Return why a file is not read, with {} for the "s" of several files; "" for a file that is.
 
-    A file that was given itself is left to its reader, where that says what is wrong.
+    Raises UserError for a file that was given itself, if it has no reader, which would say what is wrong.
 
     Args:
         keys: of rows, one of which is read.
         rows_alone: whether texts are not read.
     """
-    path, name, found = item.path, unpacked_name(item.path), item.folder is not None
+    path, name, text, found = (
+        item.path,
+        unpacked_name(item.path),
+        item.kind == "text",
+        item.folder is not None,
+    )
     if not path.exists():
-        return "link{} to nowhere", ""
+        return "link{} to nowhere"
     head = first_bytes(path, len(_LFS_POINTER))
     if not without_mark(head):
-        return "empty file{}", ""
+        return "empty file{}"
     if command := _UNPACK.get(path.suffix.lower()):
-        advice = f"{path.suffix} is not read; unpack it (`{command} {path.name}`)"
-        return "file{} of formats that are not read, unpack them", advice
-    if name.endswith((".csv", ".tsv")):
-        advice = "write the rows as JSON lines or Parquet"
-        return f"file{{}} of CSV or TSV, {advice}", f"tables of text are not read; {advice}"
-    if head == _LFS_POINTER:
-        advice = "a pointer of Git LFS, not the file itself; `git lfs pull` fetches it"
-        return POINTERS, advice
-    if rows_alone and item.kind == "text":
-        return "file{} without records" * found, ""
-    if found and item.kind == "text" and text_problem(path):
-        return "file{} not in UTF-8", ""
-    if item.kind == "text" and first_object(path) is not None:
-        advice = "holds lines of JSON; give it a name that ends with .jsonl"
-        return "file{} of JSON lines whose names do not end with .jsonl", advice
-    if found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
+        reason = f"file{{}} of {path.suffix}, which `{command}` unpacks"
+    elif name.endswith((".csv", ".tsv")):
+        reason = "file{} of CSV or TSV, write the rows as JSON lines or Parquet"
+    elif head == _LFS_POINTER:
+        reason = POINTERS
+    elif found and text and rows_alone:
+        reason = "file{} without records"
+    elif found and text and text_problem(path):
+        reason = "file{} not in UTF-8"
+    elif text and first_object(path) is not None:
+        reason = "file{} of JSON lines, to be named *.jsonl"
+    elif found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
         other = "" if rows_alone else f", {OTHER_KEY}"
-        return f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}", ""
-    return "", ""
+        reason = f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}"
+    else:
+        return ""
+    if not found:
+        raise UserError(f"{path}: {reason.format('')}")
+    return reason
 
 
 def split_of(item: Input) -> str | None:

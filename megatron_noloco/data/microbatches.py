@@ -17,7 +17,7 @@ from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order
 from megatron_noloco.plans.topology import Position, Topology
 
-VALIDATION_SEED = 0  # not the run's seed: all runs are evaluated on the same samples
+_VALIDATION_SEED = 0  # not the run's seed: all runs are evaluated on the same samples
 
 
 class Microbatch(NamedTuple):
@@ -79,7 +79,7 @@ class ValidationSource:
             )
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
         self.count, self.weight = -(-count // multiple_of) * multiple_of, weight
-        self.order = Order.of(len(dataset), VALIDATION_SEED)
+        self.order = Order.of(len(dataset), _VALIDATION_SEED)
 
     def __len__(self) -> int:
         return self.count

@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.corpus import corpus_of
+from megatron_noloco.data.corpus import corpus_of, corpus_of_any
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
-from megatron_noloco.data.encode import check_lost
 from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
 from megatron_noloco.data.record_samples import DocumentSamples, RecordSamples
-from megatron_noloco.data.records import whole_source
 from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -65,24 +62,20 @@ class Opened:
     """The datasets of a source, mapped.
 
     Attributes:
-        facts: about the dataset that was made of a text or of records; empty for datasets that were there.
         members: of training and of validation, the datasets of the blend, before they are divided, each with its
             share; None: there are none.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         """Make the dataset, if there is none; raises UserError."""
-        self.source, self.tokenizer, self.facts = source, tokenizer, dict[str, Any]()
+        self.source, self.tokenizer = source, tokenizer
         self.members: list[list[tuple[IndexedDataset, float]] | None]
         if isinstance(source, IndexedSource):
             training = self._blend_of(source.train)
             validation = None if source.validation is None else self._blend_of(source.validation)
             self.members = [training, training if source.split else validation]
             return
-        entry = corpus_of(source, tokenizer).make()
-        check_lost(entry.facts, source.max_lost, f"{source.option} {source.name}", "data.max_lost_characters")
-        self.facts = entry.facts
-        self.members = [[(open_indexed(entry.prefix, tokenizer, source.name), 1.0)]] * 2
+        self.members = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
 
     def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
         """Return the datasets with their shares, by their tokens where none are given."""
@@ -117,11 +110,14 @@ class Opened:
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
         """Return the part of a dataset that a split has, in the order of its sequences or records."""
         assert self.source.split is not None
+        documents = dataset.document_bounds
         whole = isinstance(self.source, RecordSource)  # records, of one or more sequences
-        units = len(dataset.document_bounds) - 1 if whole else dataset.sequences
-        first, stop = self.source.split.bounds(units)[split : split + 2]
+        bounds = self.source.split.bounds(len(documents) - 1 if whole else dataset.sequences)
         if whole:
-            first, stop = dataset.document_bounds[[first, stop]].tolist()
+            bounds = documents[bounds].tolist()
+        elif not isinstance(self.source, IndexedSource):  # whose split is Megatron's
+            bounds[1] = _between_documents(bounds, documents)
+        first, stop = bounds[split : split + 2]
         part = dataset.part(first, stop, f"the {SPLITS[split]} split of {dataset.name}")
         if not len(part.tokens):
             raise UserError(
@@ -151,11 +147,29 @@ class Opened:
             datasets = [dataset for members in self.members for dataset, _ in members or ()]
             lines = indexed_in_words(datasets, blends, self.tokenizer)
         else:
-            lines = [made_in_words(self.source.name, self._members(TRAINING)[0][0], self.facts, blends)]
+            lines = [made_in_words(self._members(TRAINING)[0][0], blends)]
         lines += epochs(training, needs)
         if validation is not None:
             lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
         return Data(training, validation, "; ".join(lines), needs.vocab_size)
+
+
+def _between_documents(bounds: list[int], documents: np.ndarray) -> int:
+    """Return where validation begins: between two documents, so that training reads no part of its documents.
+
+    Within a document where training or validation would else lose half of what it has, as of a single long text.
+
+    Args:
+        bounds: see `Split.bounds`.
+        documents: the first sequence of each document, and the end.
+    """
+    start, border, stop, _ = bounds
+    nearest = int(documents[np.abs(documents - border).argmin()])
+    return (
+        nearest
+        if nearest - start >= (border - start) / 2 and stop - nearest >= (stop - border) / 2
+        else border
+    )
 
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:
@@ -205,22 +219,25 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    dataset, notes = open_any(data, tokenizer, cache)
+    dataset = open_any(data, tokenizer, cache)
     if dataset.mask is None:
         samples: RecordSamples = DocumentSamples(dataset, needs.seq_length, tokenizer)
     else:
         samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
     _check_tokens(samples, needs.vocab_size)
-    return samples, notes
+    return samples, notes_on(dataset)
 
 
-def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> tuple[IndexedDataset, str]:
-    """Return the dataset of a text, of records, or under a prefix, and notes on it; raises UserError."""
-    prefix, notes = data, ""
-    if not Path(f"{data}.idx").exists():
-        entry = corpus_of(whole_source(data, cache), tokenizer).make()
-        prefix, notes = entry.prefix, entry.facts["notes"].removeprefix("; ")
-    return open_indexed(prefix, tokenizer, data), notes
+def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> IndexedDataset:
+    """Return the dataset of a text, of records, or under a prefix; raises UserError."""
+    if Path(f"{data}.idx").exists():
+        return open_indexed(data, tokenizer)
+    return corpus_of_any(data, tokenizer, cache).open()
+
+
+def notes_on(dataset: IndexedDataset) -> str:
+    """Return what was read otherwise than it looks when a dataset was made; "" where nothing was, or is known."""
+    return "" if dataset.made is None else dataset.made.notes.removeprefix("; ")
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

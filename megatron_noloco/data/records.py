@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, Sequence, files_to_read, in_groups, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, Sequence, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
-from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import check_whole_characters
@@ -36,20 +34,6 @@ class _Record(NamedTuple):
     def characters(self) -> int:
         """Characters of its answers, and before them."""
         return sum(len(text) for answers in self.lists for answer in answers for text in answer)
-
-
-def whole_source(path: str, cache: str | None) -> TextSource:
-    """Return a source of all that a path holds: records, if the first row that is read there is one, else text.
-
-    Raises UserError for a file that cannot be read.
-    """
-    option = "--data"
-    files = [item for item in find_inputs([path], option) if item.kind != "text"]
-    found = files_to_read(files, ["text", *RECORD_KEYS], Counts(lambda _: None))
-    rows = (row for item in found for _, row in item.rows(lambda _: None))
-    first = next(rows, None)
-    is_record = first is not None and "text" not in first and {*RECORD_KEYS} & first.keys()
-    return (RecordSource if is_record else TextSource)(path, cache=cache, option=option)
 
 
 def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:

@@ -35,6 +35,13 @@ class Content(TypedDict):
     switched_off: str  # what drew tokens at random, such as "dropout 0.1"; "" if nothing did
 
 
+def write_copy(kept: str, folder: Path) -> None:
+    """Write the copy of a tokenizer into a folder, which then is a tokenizer's; none of bytes."""
+    if kept:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / KEPT, kept)
+
+
 def deciding(tokenizer: Any) -> dict[str, Any]:
     """Return what decides the tokens of a text, as JSON, of an object of `tokenizers`.
 
@@ -71,9 +78,13 @@ class Tokenizer:
         content: Content,
         folder: str | None = None,
         split_special_tokens: bool = True,
-        prepend_bos: bool = False,
+        prepend_bos: bool | None = False,
     ) -> None:
-        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for."""
+        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for.
+
+        Args:
+            prepend_bos: whether each document begins with BOS; None: if transformers puts it before a text.
+        """
         from tokenizers import Tokenizer as Backend
 
         self.content, self.folder = content, folder
@@ -91,6 +102,7 @@ class Tokenizer:
         self.end_of_document = end
         self.adds_bos = bos is not None and self.backend.encode("the").ids[:1] == [bos]
         self.backend.post_processor = None  # BOS is added only if `prepend_bos` asks for it
+        prepend_bos = self.adds_bos if prepend_bos is None else prepend_bos
         if prepend_bos and bos is None:
             raise UserError(
                 f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "
@@ -237,14 +249,8 @@ class Tokenizer:
 
     @property
     def kept(self) -> str:
-        """The text of a copy; "" for bytes."""
+        """The text of a copy, see `write_copy`; "" for bytes."""
         return "" if self.folder is None else json.dumps(self.content)
-
-    def copy_to(self, folder: Path) -> None:
-        """Write a copy into the folder; none of bytes."""
-        if self.kept:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / KEPT, self.kept)
 
     def bytes_of(self, ids: np.ndarray, before: int) -> int:
         """Return the bytes of text that tokens stand for after another, also of a character that is cut."""

@@ -16,17 +16,16 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
 from megatron_noloco.data.blend import Blend, SampleDataset
-from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
+from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import open_validation, open_whole
+from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface.pretrained import read_architecture, tokenizer_of
-from megatron_noloco.huggingface.source import is_hugging_face, open_source
+from megatron_noloco.huggingface.source import hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.plans.sample_order import Order
 
 _BATCH_TOKENS = 1 << 12
 _MAX_SEQ_LENGTH = 2048  # default for a Hugging Face model, whose context may be too long for the memory
@@ -74,8 +73,7 @@ def evaluate(
         results = list[Result]()
         for dataset in data.parts:
             chosen = len(dataset) if samples is None else min(samples, len(dataset))
-            ids = Order.of(len(dataset), VALIDATION_SEED).ids(0, chosen)
-            results.append(Result(name, dataset.name, *_mean_loss(model, dataset, ids, tokenizer)))
+            results.append(Result(name, dataset.name, *_mean_loss(model, dataset, chosen, tokenizer)))
             yield results[-1]
         if len(results) > 1:
             loss, text = shares @ [[one.loss, one.bytes_per_token] for one in results]
@@ -83,13 +81,14 @@ def evaluate(
 
 
 def _mean_loss(
-    model: WholeModel, dataset: SampleDataset, ids: np.ndarray, tokenizer: Tokenizer
+    model: WholeModel, dataset: SampleDataset, samples: int, tokenizer: Tokenizer
 ) -> tuple[float, int, float]:
     """Return the mean loss, the number of labels in the mean, and the bytes of text of a label."""
-    batch = max(1, _BATCH_TOKENS // dataset.seq_length)
-    total, tokens, text = 0.0, 0, 0
-    for start in range(0, len(ids), batch):
-        microbatch = gather(dataset, ids[start : start + batch])
+    batch = min(samples, max(1, _BATCH_TOKENS // dataset.seq_length))
+    source, total, tokens, text = ValidationSource(dataset, batch, None), 0.0, 0, 0
+    for start in range(0, samples, batch):
+        microbatch = source.microbatch(start // batch)
+        microbatch.labels[samples - start :] = IGNORED
         counted = microbatch.labels >= 0
         total += float(model.losses(*microbatch).double()[counted].sum())
         tokens += int(counted.sum())
@@ -119,13 +118,13 @@ def open_weights(
 
     Raises UserError when the model, or the data to evaluate it on, is missing.
     """
-    folder = paths[0]
-    if is_hugging_face(paths, tokenizer_place):
+    if (folder := hugging_face(paths, tokenizer_place)) is not None:
+        path = folder.path
         if data is None:
-            raise UserError(f"{folder}: a Hugging Face folder has no validation split; give --data")
-        trained, source = read_architecture(folder), None
-        readers: dict[str, Read] = {str(folder): PretrainedWeights(folder, trained)}
-        tokenizer = tokenizer_of(folder, cache=None) or build_tokenizer(TokenizerChoice(str(folder)))
+            raise UserError(f"{path}: a Hugging Face folder has no validation split; give --data")
+        trained, source = folder.architecture, None
+        readers: dict[str, Read] = {str(path): PretrainedWeights(path, trained)}
+        tokenizer = folder.tokenizer(None) or build_tokenizer(TokenizerChoice(str(path)))
         length = min(trained.seq_length, _MAX_SEQ_LENGTH)
     else:
         source = open_source(paths, "mean", tokenizer_place)

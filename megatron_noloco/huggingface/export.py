@@ -15,7 +15,7 @@ from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import naming_file, write_tensors, write_text, writing
-from megatron_noloco.huggingface.pretrained import UNFINISHED, read_architecture
+from megatron_noloco.huggingface.folder import UNFINISHED, ModelFolder
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.weight_files import INDEX, PretrainedWeights
 from megatron_noloco.huggingface.whole_model import TOLERANCE, check_logits
@@ -152,7 +152,7 @@ def check_export(source: ModelSource, output: Path) -> float:
     model is loaded from the checkpoint, not from the export, and rounded like the export. Raises UserError where
     the export cannot be imported again.
     """
-    PretrainedWeights(output, read_architecture(output)).close()
+    PretrainedWeights(output, ModelFolder(output, finished=False).architecture).close()
     rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
     reader = source.reader()
     difference = check_logits(

@@ -15,7 +15,7 @@ from megatron_noloco.config import RunConfig, saved_config
 from megatron_noloco.data.auto_tokenizer import find_tokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface.pretrained import check_finished
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.model.architecture import Architecture
 
 
@@ -56,21 +56,20 @@ class ModelSource:
         ]
 
 
-def is_hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> bool:
-    """Return whether a model is a Hugging Face folder, not a checkpoint.
+def hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> ModelFolder | None:
+    """Return the Hugging Face folder that a model is; None: it is a checkpoint.
 
-    Raises UserError for several folders, for one with another `tokenizer`, and as `check_finished` does.
+    Raises UserError for several folders, for one with another `tokenizer`, and as `ModelFolder` does.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may have a config.json
     if is_run or not (first / "config.json").is_file():
-        return False
+        return None
     if len(paths) > 1:
         raise UserError(f"{first}: a Hugging Face folder is one model; give it alone")
     if tokenizer is not None:
         raise UserError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
-    check_finished(first)
-    return True
+    return ModelFolder(first)
 
 
 def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = None) -> ModelSource:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import load_folder
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface.pretrained import read_architecture
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.huggingface.weight_files import PretrainedWeights, some_names
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.launcher import read_world
@@ -113,14 +113,14 @@ def check_logits(folder: Path, architecture: Architecture, read: Callable[[str],
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
 
 
-def check_import(folder: Path) -> str:
+def check_import(folder: ModelFolder) -> str:
     """Return a line with the difference of `check_logits`; raises UserError where it is not below TOLERANCE."""
-    architecture = read_architecture(folder)
-    with PretrainedWeights(folder, architecture) as read:
-        difference = check_logits(folder, architecture, lambda name: read(name).float())
+    path, architecture = folder.path, folder.architecture
+    with PretrainedWeights(path, architecture) as read:
+        difference = check_logits(path, architecture, lambda name: read(name).float())
     if not difference < TOLERANCE:  # false for NaN, too
         raise UserError(
-            f"{folder}: its logits under transformers differ from this trainer's by {difference:.1e} (must be "
+            f"{path}: its logits under transformers differ from this trainer's by {difference:.1e} (must be "
             f"below {TOLERANCE:g}), so config.json says more than is read here; no run can start from it"
         )
     return f"logits: largest difference from those of transformers {difference:.1e} (must be below {TOLERANCE:g})"

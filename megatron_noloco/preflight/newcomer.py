@@ -14,12 +14,14 @@ from megatron_noloco.config.agreed import divided, in_words
 from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.sources import STANDARD_LIBRARY
-from megatron_noloco.data.tokenizer import KEPT
+from megatron_noloco.data.tokenizer import write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.network import can_listen
 from megatron_noloco.files import outside, write_text, writing
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.preflight.invitation import PRETRAINED, Invitation
 from megatron_noloco.preflight.machine import check_machine, is_ready, verdict
 from megatron_noloco.preflight.memory import fullest_stage
@@ -113,7 +115,8 @@ def check_member_file(invitation: Invitation) -> None:
 def write_job(invitation: Invitation, local: Local, tell: Callable[[str], object]) -> tuple[Path, int]:
     """Write config, member file and tokenizer; return the config's file, and how many ranks the job has.
 
-    Raises UserError for a malformed config, and where the folder cannot be written; the folder is then empty.
+    Raises UserError for a malformed config, for weights of another model, and where the folder cannot be written;
+    the folder is then empty.
 
     Args:
         tell: is called with a line that says what is taken from the invitation, and what is not.
@@ -146,14 +149,18 @@ def _write_job(invitation: Invitation, local: Local, folder: Path, tell: Callabl
     for name, path in _data(invitation.needs, local).items():
         raw["data"][name] = _from_anywhere(path)
     if invitation.tokenizer:
-        (copy := folder / "tokenizer").mkdir()
-        write_text(copy / KEPT, invitation.tokenizer)
+        write_copy(invitation.tokenizer, copy := folder / "tokenizer")
         raw["data"]["tokenizer_model"] = str(copy)
     member_file = folder / "member.pem"
     write_private(member_file, invitation.member_file)
     raw["federation"]["key_file"] = str(member_file)
     try:
         config, ranks = proposed(RunConfig(**raw), memory_of_gpus())
+        if config.training.pretrained is not None:
+            tokenizer = build_tokenizer(config.data.tokenizer)
+            architecture = config.architecture(tokenizer.vocab_size)
+            model = ModelFolder(Path(config.training.pretrained))
+            model.check_fits(architecture, tokenizer, config.data.cache)
     except UserError as error:  # which quotes values
         raise UserError("\n".join(outside(f"join: {line}") for line in str(error).splitlines())) from None
     write_text(folder / "config.json", json.dumps(config.given(), indent=2) + "\n")

@@ -34,7 +34,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.membership import Membership, network_of
 from megatron_noloco.federation.network import Network
 from megatron_noloco.files import check_writable
-from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines, find_gpus_without_cuda
 from megatron_noloco.model.architecture import Architecture
@@ -54,6 +54,7 @@ class Prepared:
     topology: Topology
     architecture: Architecture
     alike: RunIdentity  # what the jobs of a federation must have alike besides the settings of the method
+    pretrained: ModelFolder | None  # with the weights to begin with
 
     @property
     def who(self) -> str:
@@ -94,9 +95,11 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     world = read_world(environ)
     slot = _slot(config, replica)
     topology = _topology(config, world, slot)
-    tokenizer, architecture = check_start(config, slot)
+    folder = config.training.pretrained
+    pretrained = None if folder is None else ModelFolder(Path(folder))
+    tokenizer, architecture = check_start(config, slot, pretrained)
     identity = identity_of(config, tokenizer, architecture)
-    return Prepared(config, tokenizer, world, topology, architecture, identity)
+    return Prepared(config, tokenizer, world, topology, architecture, identity, pretrained)
 
 
 def check_data(
@@ -205,13 +208,16 @@ def folder_of_job(config: RunConfig, slot: int) -> Path:
     return training.folder_of(slot) if config.federation.exists else Path(training.output_dir)
 
 
-def check_start(config: RunConfig, slot: int | None = None) -> tuple[Tokenizer, Architecture]:
+def check_start(
+    config: RunConfig, slot: int | None = None, pretrained: ModelFolder | None = None
+) -> tuple[Tokenizer, Architecture]:
     """Return tokenizer and model of a run that this machine could start; `config --check` calls it, too.
 
     Writes at most a tokenizer, to the cache, and reads of the data at most an index.
 
     Args:
         slot: of the job; None: not known, and it may be any whose folder is there.
+        pretrained: the folder in training.pretrained, if it is open.
 
     Raises UserError, one line per problem.
     """
@@ -227,9 +233,8 @@ def check_start(config: RunConfig, slot: int | None = None) -> tuple[Tokenizer, 
     tokenizer = _tokenizer(config, jobs)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None and not _continues(config.checkpoint.load, jobs):
-        folder = Path(config.training.pretrained)
-        check_fits(folder, architecture)
-        check_tokenizer(folder, tokenizer, architecture.vocab_size, config.data.cache)
+        pretrained = pretrained or ModelFolder(Path(config.training.pretrained))
+        pretrained.check_fits(architecture, tokenizer, config.data.cache)
     check_source(config.data.source, tokenizer, output_dir)
     _check_load(config.checkpoint.load, jobs)
     return tokenizer, architecture

@@ -20,11 +20,10 @@ from megatron_noloco.config.agreed import divided
 from megatron_noloco.config.blocks import AUTO_SAVE_SECONDS
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data
-from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, write_copy
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.compatibility import differences, digests_of
 from megatron_noloco.federation.membership import Membership
-from megatron_noloco.huggingface.pretrained import missing_bos
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import announce, announced, computed_by_rank_0, gather_from_all_ranks, vote
 from megatron_noloco.job.launcher import local_device
@@ -113,7 +112,7 @@ def start(
     with now.doing("setting aside what the run will write again"):
         begin = settle_start(settings, topology, found)
         if dist.get_rank() == 0:
-            prepared.tokenizer.copy_to(tokenizer_folder(job_folder))
+            write_copy(prepared.tokenizer.kept, tokenizer_folder(job_folder))
     begin = replace(begin, notes=notes + begin.notes)
     joined = Joined(by_recipe, link, begin, data, validation, settings)
 
@@ -222,8 +221,8 @@ def _join_ranks(prepared: Prepared) -> list[str]:
 def _tokenizer_notes(prepared: Prepared, begins: bool) -> list[str]:
     """Return notes about the tokenizer for the user; a collective."""
     data, notes = prepared.config.data, list[str]()
-    if (pretrained := prepared.config.training.pretrained) is not None and begins:
-        notes += filter(None, [computed_by_rank_0(lambda: missing_bos(Path(pretrained), data))])
+    if (pretrained := prepared.pretrained) is not None and begins:
+        notes += filter(None, [computed_by_rank_0(lambda: pretrained.missing_bos(data))])
     place = data.tokenizer_model
     if place is not None and not Path(place).exists():
         copy = tokenizer_folder(folder_of_job(prepared.config, prepared.topology.slot))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow
 
+from megatron_noloco.data.cache import Made
 from megatron_noloco.data.corpus import corpus_of, preprocess
 from megatron_noloco.data.encode import Counts, files_to_read
 from megatron_noloco.data.indexed import Dataset, IndexedDataset, IndexedWriter, read_indexed
@@ -33,7 +34,9 @@ def write_dataset(
             writer.add(np.array(document), ends_document=True)
         writer.finish()
     if tokenizer is not None:
-        Path(f"{prefix}.facts.json").write_text(json.dumps({"tokenizer": tokenizer.digest}))
+        Path(f"{prefix}.facts.json").write_text(
+            json.dumps({"source": "a test", "tokenizer": tokenizer.digest})
+        )
     return str(prefix)
 
 
@@ -43,12 +46,14 @@ def sequences_of(tokens: np.ndarray, offsets: np.ndarray | None = None) -> Datas
 
 
 def load_text(text: str, split: str, tokenizer: Tokenizer) -> Any:
-    """What a text becomes: the tokens of its three splits, and the facts about it."""
+    """What a text becomes: the tokens of its three splits, and what is known of it."""
     shares = Split.parse(split)
-    entry = corpus_of(TextSource(text, shares, mkdtemp()), tokenizer).make()
-    indexed, facts = read_indexed(entry.prefix), entry.facts
+    indexed = corpus_of(TextSource(text, shares, mkdtemp()), tokenizer).open()
+    assert indexed.made is not None
     splits = (indexed.part(*bounds).tokens for bounds in pairwise(shares.bounds(indexed.sequences)))
-    return SimpleNamespace(**dict(zip(("train", "validation", "test"), splits, strict=True)), **facts)
+    return SimpleNamespace(
+        **dict(zip(("train", "validation", "test"), splits, strict=True)), **indexed.made._asdict()
+    )
 
 
 class Learnt(NamedTuple):
@@ -84,10 +89,8 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def counted(
-    folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any
-) -> dict[str, Any]:
-    """The facts about FOLDER/out_text_document, which is made."""
+def counted(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> Made:
+    """What is known of FOLDER/out_text_document, which is made."""
     return preprocess([*map(str, paths)], folder / "out", tokenizer, **{"append_eod": True, **options})[1]
 
 

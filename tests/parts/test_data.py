@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -163,7 +164,7 @@ class TestCorpus:
         (folder / "loop").symlink_to("loop")
         (folder / "a.jsonl").write_text('{"text": "a", "prompt": "a", "completion": "b"}\n')
         records = corpus_of(RecordSource(str(folder), Split(1, 0, 0)), ByteTokenizer())
-        assert records.make().facts["notes"].endswith(note)
+        assert records.make().made.notes.endswith(note)
         (folder / "a.txt").write_text("text")
         assert note in load(str(folder), "1").notes
         output = ("--output-prefix", tmp_path / "out")
@@ -184,7 +185,8 @@ class TestCorpus:
         (revision := tmp_path / "datasets--texts" / "snapshots" / "abc").joinpath("a.txt").write_text("text")
         (revision / "data" / "train.jsonl").unlink()
         corpus, card = load(str(tmp_path), "1"), "datasets--rows/snapshots/abc/README.md"
-        assert (corpus.documents, corpus.beside_records) == (3, 2)
+        assert corpus.documents == 3
+        assert "documents that are files of text beside records: 2" in corpus.notes
         assert corpus.notes.startswith(f"; left out: 1 file without records ({card})")
 
     @pytest.mark.parametrize(
@@ -247,7 +249,25 @@ class TestCorpus:
         assert sum(read) == item.bytes
         (folder / "README.md").write_text("# A card")
         corpus = load(str(folder), "1")
-        assert (corpus.documents, corpus.files, corpus.beside_records) == (41, 2, 1)
+        assert (corpus.documents, corpus.files) == (41, 2)
+        assert "documents that are files of text beside records: 1" in corpus.notes
+
+    @pytest.mark.parametrize(("last", "whole"), [(30_000, True), (600_000, False)])
+    def test_a_long_text_lies_in_one_split(self, last: int, whole: bool, tmp_path: Path) -> None:
+        """Else training reads the beginning of what it is validated on, as of a text longer than all of it."""
+        for number in range(8):
+            (tmp_path / f"{number}.txt").write_text(
+                f"text {number}, " * ((last if number == 7 else 30_000) // 8)
+            )
+        source = TextSource(str(tmp_path), Split.parse("7,3"))
+        data = open_data(source, ByteTokenizer(), Needs(257, 4))
+        read = {
+            split: set(re.findall(r"\d", ByteTokenizer().decode(blend.parts[0].tokens)))
+            for split, blend in (("training", data.training), ("validation", data.validation))
+            if blend is not None
+        }
+        assert read["validation"] == ({"6", "7"} if whole else {"7"})
+        assert read["training"].isdisjoint(read["validation"]) == whole
 
     @pytest.mark.parametrize("several", [False, True])
     def test_what_datasets_saves_is_read_by_its_list(self, several: bool, tmp_path: Path) -> None:

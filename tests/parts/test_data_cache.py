@@ -55,7 +55,9 @@ def test_a_text_is_made_once_wherever_it_lies(text: Path, monkeypatch: pytest.Mo
     moved = text.rename(text.with_name("moved"))
     assert corpus_of(source_of(moved), BYTES).make() == first
     assert len(makings) == 1
-    assert sorted(path.name for path in first.folder.iterdir()) == [*("data.bin", "data.idx", "facts.json")]
+    assert sorted(path.name for path in first.folder.iterdir()) == [
+        f"data.{suffix}" for suffix in ("bin", "facts.json", "idx")
+    ]
 
 
 @settings(max_examples=8)

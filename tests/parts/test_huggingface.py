@@ -25,16 +25,11 @@ from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface import evaluate, export, pretrained, whole_model
+from megatron_noloco.huggingface import evaluate, export, whole_model
+from megatron_noloco.huggingface import folder as folder_of_a_model
 from megatron_noloco.huggingface.evaluate import Result
-from megatron_noloco.huggingface.pretrained import (
-    check_fits,
-    check_tokenizer,
-    import_folder,
-    model_fields,
-    read_architecture,
-    tokenizer_of,
-)
+from megatron_noloco.huggingface.folder import ModelFolder, model_fields
+from megatron_noloco.huggingface.pretrained import import_folder
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.families import Parameter, architecture_of, table_of
@@ -56,7 +51,7 @@ from tests.kit.hf_folders import (
     write_folder,
 )
 from tests.kit.ranks import REPOSITORY, call, output_of, refusal_of, run_command, run_ranks
-from tests.kit.tokenizers import make_tokenizer, tokenizer_at
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at, write_tokenizer
 
 # The table
 
@@ -94,7 +89,7 @@ def test_config_of_transformers_describes_same_model(tmp_path: Path, family: str
     config = transformers.AutoConfig.for_model(**hf_config(model))
     assert (config.model_type, config.dtype) == (model.family, torch.bfloat16)
     config.save_pretrained(tmp_path)
-    assert read_architecture(tmp_path) == model
+    assert ModelFolder(tmp_path).architecture == model
 
 
 LLAMA3 = {
@@ -187,7 +182,7 @@ def test_the_configs_that_continue_published_models(config: str, name: str, tmp_
     transformers.AutoConfig.for_model(**keys).save_pretrained(tmp_path)
     raw = json.loads((REPOSITORY / "configs" / f"{config}.json").read_text())
     settings = {"seq_length": raw["model"]["seq_length"], "make_vocab_size_divisible_by": 1}
-    assert raw["model"] == model_fields(read_architecture(tmp_path)) | settings
+    assert raw["model"] == model_fields(ModelFolder(tmp_path).architecture) | settings
     assert raw["training"]["pretrained"] == raw["data"]["tokenizer_model"] == f"models/{name}"
 
 
@@ -225,7 +220,7 @@ def test_a_config_is_read_as_transformers_reads_it(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(hf_config(make_model(model=family))))
     change_config(**keys)(tmp_path)
-    found = read_architecture(tmp_path)
+    found = ModelFolder(tmp_path).architecture
     assert {name: getattr(found, name) for name in expected} == expected
 
 
@@ -342,7 +337,7 @@ def test_what_cannot_be_imported_is_said(tmp_path: Path) -> None:
             folder = write_folder(next(folders), make_model(multiple=1, model=family))
             spoil(folder)
             with pytest.raises(UserError) as caught:
-                import_folder(folder, RunConfig(**SMALLEST))
+                import_folder(ModelFolder(folder), RunConfig(**SMALLEST))
             yield name, str(caught.value).replace(str(folder), "FOLDER").replace(str(Path.cwd()), "HERE")
 
     check("import", cases())
@@ -354,7 +349,7 @@ def test_a_tied_head_may_be_written_twice(tmp_path: Path) -> None:
     change_weights(lambda w: w.update({HEAD: w[EMBEDDING], "model.rotary_emb.inv_freq": w[EMBEDDING][0]}))(
         folder
     )
-    with PretrainedWeights(folder, read_architecture(folder)) as read:
+    with PretrainedWeights(folder, ModelFolder(folder).architecture) as read:
         assert torch.equal(read("embedding.word_embeddings.weight"), torch.ones(VOCABULARY, HIDDEN))
 
 
@@ -370,9 +365,10 @@ def test_import_compares_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "logits:" not in output_of(*command)
 
     def refusal(rank: int, world_size: int) -> str:
-        monkeypatch.setattr(whole_model, "read_architecture", lambda _: replace(model, rotary_base=2e4))
+        read_otherwise = ModelFolder(folder)
+        monkeypatch.setattr(read_otherwise, "architecture", replace(model, rotary_base=2e4))
         with pytest.raises(UserError) as caught:
-            whole_model.check_import(folder)
+            whole_model.check_import(read_otherwise)
         return str(caught.value)
 
     assert f"{folder}: its logits under transformers differ" in run_ranks(1, refusal)[0]
@@ -564,7 +560,9 @@ def test_an_exported_byte_tokenizer_is_the_byte_tokenizer(end: str, tmp_path: Pa
         for name in ("tokenizer.json", "tokenizer_config.json"):
             path = tmp_path / name
             path.write_text(path.read_text().replace('"<|endoftext|>"', '"</s>"').replace(": 256", ": 257"))
-    assert isinstance(tokenizer_of(tmp_path, None), ByteTokenizer if end == "<|endoftext|>" else Tokenizer)
+    assert isinstance(
+        ModelFolder(tmp_path).tokenizer(None), ByteTokenizer if end == "<|endoftext|>" else Tokenizer
+    )
 
 
 def test_a_tokenizer_of_other_files_is_the_models(tmp_path: Path) -> None:
@@ -576,12 +574,12 @@ def test_a_tokenizer_of_other_files_is_the_models(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<end>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    found = tokenizer_of(folder, str(tmp_path / "cache"))
+    found = ModelFolder(folder).tokenizer(str(tmp_path / "cache"))
     assert found is not None
     assert found.encode("two three").tolist() == backend.encode("two three").ids
     (folder / "vocab.json").unlink()
     with pytest.raises(UserError, match="transformers cannot read it"):
-        tokenizer_of(folder, str(tmp_path / "cache"))
+        ModelFolder(folder).tokenizer(str(tmp_path / "cache"))
 
 
 MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
@@ -636,11 +634,31 @@ def test_import_takes_the_tokenizer_and_how_documents_begin(tmp_path: Path, give
     expected = SMALLEST["data"] | {"tokenizer_model": str(folder), "prepend_bos": not given}
     assert imported(folder, {"data": SMALLEST["data"] | given})["data"] == expected
     line = f"data.prepend_bos: {folder} puts BOS before each text, and this run does not; set it to true"
-    said = pretrained.missing_bos(folder, DataConfig(text="a", tokenizer_model=str(folder), **given))
+    said = ModelFolder(folder).missing_bos(DataConfig(text="a", tokenizer_model=str(folder), **given))
     assert said.startswith(line) != bool(given)
     for field in ("sft_data_path", "data_path"):
         (command, _) = import_of(folder, {"data": {field: "a"}})
         assert ("a dataset in data_path must have" in output_of(*command)) == (field == "data_path")
+
+
+def test_an_import_reads_each_part_of_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tokenizer(write_folder(tmp_path / "llama", make_model(model="llama")), pieces=0)
+    cache = str(tmp_path / "cache")
+    ModelFolder(path).tokenizer(cache)  # AutoTokenizer, which this calls, reads the config for itself
+    config = Mock(side_effect=transformers.AutoConfig.from_pretrained)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", config)
+    built = Mock(side_effect=folder_of_a_model.build_tokenizer)
+    monkeypatch.setattr(folder_of_a_model, "build_tokenizer", built)
+    folder, data = ModelFolder(path), {"text": "a", "cache": cache}
+    run, _ = import_folder(
+        folder, RunConfig(**SMALLEST | {"model": SMALLEST["model"] | folder.sizes, "data": data})
+    )
+    tokenizer = folder.tokenizer(run.data.cache)
+    assert tokenizer is not None
+    folder.check_fits(folder.architecture, tokenizer, run.data.cache)
+    assert run.data.prepend_bos == tokenizer.adds_bos
+    assert folder.missing_bos(run.data) == ""
+    assert (config.call_count, built.call_count) == (1, 1)
 
 
 def test_a_folder_has_its_own_tokenizer(tmp_path: Path) -> None:
@@ -671,16 +689,17 @@ def test_an_evaluation_whose_loss_is_not_finite_fails(capsys: pytest.CaptureFixt
 def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
     """One with further tokens is not refused: their rows of the embedding are there, and may be trained."""
     theirs, more, other = (tmp_path / name for name in ("theirs", "more", "other"))
+    model = make_model()
     for folder, words in ((theirs, {"a": 3}), (more, {"a": 3, "b": 4}), (other, {"b": 3})):
-        folder.mkdir()
+        write_folder(folder, model)
         add_a_tokenizer_of_words(folder, **{"</s>": 2}, **words)
-    cache = str(tmp_path / "cache")  # of the run
-    check_tokenizer(theirs, tokenizer_at(theirs), VOCABULARY, cache)
-    assert isinstance(tokenizer_of(theirs, cache), Tokenizer)
+    cache, folder = str(tmp_path / "cache"), ModelFolder(theirs)  # of the run
+    folder.check_fits(model, tokenizer_at(theirs), cache)
+    assert isinstance(folder.tokenizer(cache), Tokenizer)
     assert len([*Path(cache).iterdir()]) == 1
-    check_tokenizer(theirs, tokenizer_at(more), VOCABULARY, None)
+    folder.check_fits(model, tokenizer_at(more), None)
     with pytest.raises(ValueError, match=f"theirs: the model's tokenizer .* than the run's in {other}; to"):
-        check_tokenizer(theirs, tokenizer_at(other), VOCABULARY, None)
+        folder.check_fits(model, tokenizer_at(other), None)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -695,11 +714,11 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
 
 
 def test_unfit_config_is_refused_per_setting(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, make_model())
-    check_fits(folder, make_model())
+    folder = ModelFolder(write_folder(tmp_path, make_model()))
+    folder.check_fits(make_model(), ByteTokenizer(), None)
     other = replace(make_model(model="mistral with a window"), num_layers=3)
     with pytest.raises(ValueError, match=r"family is 'mistral', but 'llama' in .*\n.*num_layers is 3, but 2"):
-        check_fits(folder, other)
+        folder.check_fits(other, ByteTokenizer(), None)
 
 
 # The files

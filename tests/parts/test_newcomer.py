@@ -48,6 +48,7 @@ from megatron_noloco.preflight.newcomer import (
 )
 from megatron_noloco.training.prepare import _slot, network_for
 from tests.kit.golden import check
+from tests.kit.hf_folders import make_model, write_folder
 from tests.kit.ranks import refusal_of
 from tests.kit.tiny import tiny, write_config
 from tests.kit.tokenizers import tokenizer_at, write_tokenizer
@@ -362,6 +363,18 @@ def test_a_join_that_fails_can_be_repeated(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"join: model\.num_layers") if config is wrong else nullcontext():
             write_job(invitation, local, lambda line: None)
     assert (tmp_path / "joined" / "config.json").exists()
+
+
+def test_weights_of_another_model_leave_no_job_behind(tmp_path: Path) -> None:
+    """The job would refuse them at its start, and its folder the next `join`."""
+    model = write_folder(tmp_path / "model", make_model())
+    local = Local(tmp_path / "joined", {"": str(tmp_path)}, str(model))
+    invitation = invited(Keys.make(tmp_path / "key"), config=raw(), needs=["text", "pretrained"])
+    check_local(invitation.needs, local)
+    line = r"^join: training\.pretrained: model\.num_layers is \d+, but 2 in .*model/config\.json\n"
+    with pytest.raises(UserError, match=line):
+        write_job(invitation, local, lambda line: None)
+    assert not list((tmp_path / "joined").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,8 +67,8 @@ def test_what_megatron_core_wrote_is_read(tmp_path: Path) -> None:
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
-    counts = counted(tmp_path, [path])
-    assert [counts[name] for name in ("documents", "tokens", "empty")] == [2, 8, 1]
+    made = counted(tmp_path, [path])
+    assert (made.documents, made.tokens, made.notes) == (2, 8, "; left out: 1 empty document")
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
@@ -173,7 +173,7 @@ def test_an_index_means_a_complete_dataset(tmp_path: Path, monkeypatch: pytest.M
         if Path(f"{prefix}.idx").exists():
             assert documents(read_indexed(str(prefix))) == expected(["A"])
             Path(f"{prefix}.idx").unlink()
-        assert make()["documents"] == 1
+        assert make().documents == 1
         assert {path.suffix for path in folder.iterdir()} == {".bin", ".json", ".idx"}
         shutil.rmtree(folder)
         stops += 1

@@ -32,7 +32,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, write_copy
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
@@ -289,7 +289,7 @@ class TestAutoTokenizer:
         """By all other processes of a host, and from the copy in the folder of a run."""
         folder = write_spaced_tokenizer(tmp_path / "tok", tokenizer_class="LlamaTokenizer", legacy=False)
         first = read(folder)
-        first.copy_to(tmp_path / "copy")
+        write_copy(first.kept, tmp_path / "copy")
         monkeypatch.setitem(sys.modules, "transformers", None)  # what imports it raises
         for place in (folder, tmp_path / "copy"):
             again = read(place)
@@ -408,17 +408,17 @@ class TestCopy:
         run = run_with(original, tmp_path / "run")
         copy, kept = tokenizer_folder(tmp_path / "run"), read(original)
         settings = checkpoint_settings(run, Topology(), {}, kept)
-        kept.copy_to(copy)
+        write_copy(kept.kept, copy)
         shutil.rmtree(original)
         after = _tokenizer(run, [tmp_path / "run"])
         assert {TOKENS: after.digest, TEMPLATE: after.chat_template.digest} == settings.tokenizer
-        after.copy_to(copy)  # which is its own place
+        write_copy(after.kept, copy)  # which is its own place
         assert tokenizer_at(copy).digest == after.digest
 
     def test_another_tokenizer_takes_its_place(self, tmp_path: Path) -> None:
         original, other = write_tokenizer(tmp_path / "tok"), write_tokenizer(tmp_path / "other", pieces=21)
         for folder in (original, other):
-            tokenizer_at(folder).copy_to(tmp_path / "copy")
+            write_copy(tokenizer_at(folder).kept, tmp_path / "copy")
             assert tokenizer_at(tmp_path / "copy").digest == tokenizer_at(folder).digest
 
     def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:

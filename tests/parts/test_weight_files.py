@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.huggingface.pretrained import read_architecture
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
 from megatron_noloco.model.architecture import Architecture
 from tests.kit.hf_folders import exported, make_model, random_weights, write_folder
@@ -36,7 +36,7 @@ def write_shards(folder: Path, model: Architecture) -> Path:
 
 
 def assert_read(folder: Path, model: Architecture) -> None:
-    with PretrainedWeights(folder, read_architecture(folder)) as read:
+    with PretrainedWeights(folder, ModelFolder(folder).architecture) as read:
         for name, tensor in random_weights(model).items():
             assert torch.equal(read(name), tensor), name
 
@@ -52,6 +52,6 @@ def test_nonfinite_weights_are_refused_at_read(value: float, tmp_path: Path) -> 
     weights = weights_of(model)
     weights[NORM][1] = value
     write_folder(tmp_path, model, weights)
-    opened = PretrainedWeights(tmp_path, read_architecture(tmp_path))
+    opened = PretrainedWeights(tmp_path, ModelFolder(tmp_path).architecture)
     with opened as read, pytest.raises(UserError, match=f"{NORM} holds NaN or"):
         read("decoder.final_layernorm.weight")

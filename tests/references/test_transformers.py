@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.huggingface import export
-from megatron_noloco.huggingface.pretrained import read_architecture
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.model.families import FAMILIES
 from megatron_noloco.plans.topology import Topology
 from tests.kit.models import assert_equal, exported, imported, load, logits_there, save
@@ -143,7 +143,7 @@ def test_transformers_model_round_trips_with_equal_logits(
     back, out = exported(tmp_path / "run", tmp_path / "hf")
     assert "logits: largest difference" in out
     assert_equal(back, theirs)
-    before, after = (read_architecture(tmp_path / name) for name in ("theirs", "hf"))
+    before, after = (ModelFolder(tmp_path / name).architecture for name in ("theirs", "hf"))
     assert after == replace(before, seq_length=16)
     assert float((logits_there(tmp_path / "hf")[..., : ours.size(-1)] - expected).abs().max()) < 1e-6
 

@@ -21,7 +21,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.chats import ANSWER, ASKED, CALLS, TEMPLATE, chat_tokenizer, write
 from tests.kit.configs import SMALLEST
-from tests.kit.datasets import LFS_POINTER, load_records, write_dataset
+from tests.kit.datasets import LFS_POINTER, load_records, write_dataset, zstd
 from tests.kit.golden import check
 from tests.kit.ranks import output_of, refusal_of
 from tests.kit.tokenizers import tokenizer_at
@@ -32,10 +32,6 @@ def parquet_of(text: bytes, columns: int = 1) -> bytes:
     written, column = pyarrow.BufferOutputStream(), pyarrow.array([b"x", text]).view(pyarrow.string())
     parquet.write_table(pyarrow.table([column] * columns, names=["text"] * columns), written)
     return written.getvalue().to_pybytes()
-
-
-def zstd(content: bytes) -> bytes:
-    return pyarrow.compress(content, "zstd", asbytes=True)
 
 
 # Name of a file, its content, further options of `data preprocess`.
@@ -254,11 +250,11 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
         (tmp_path / "in" / name).write_bytes(content)
     said = output_of("data", "preprocess", "--input", tmp_path / "in", "--output-prefix", tmp_path / "out")
     assert said.splitlines()[0] == (
-        "2 documents, 19 tokens; left out: 1 file of formats that are not read, unpack them (b.txt.xz), 1 file "
+        "2 documents, 19 tokens; left out: 1 file of .xz, which `xz -d` unpacks (b.txt.xz), 1 file "
         "of JSON whose first line is no object with text, `data preprocess --json-keys` takes another; chats go "
         "to data.sft_data_path (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, write the rows as JSON "
         "lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.bin), 1 file of JSON "
-        "lines whose names do not end with .jsonl (g.txt)"
+        "lines, to be named *.jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
