@@ -15,7 +15,8 @@ The files from the bottom up; each imports only those of its own line and above:
 | `pairing`, `partners` | the partner of a round, and how long it is waited for |
 | `movement`, `gather`, `codes` | vectors bucket by bucket: inside a replica, of a pair |
 | `rounds` | a round that counts for both partners or for neither |
-| `states`, `recovery`, `catch_up`, `final_mean` | a state of a peer; which step comes; the mean at the end |
+| `states`, `recovery`, `catch_up` | a state of a peer; which step comes |
+| `end_of_run`, `final_mean` | who is waited for at the end; the mean of those that have come |
 | `membership` | how a job enters a federation |
 | `federation_peers` | the other jobs, as a training loop meets them |
 

@@ -1,12 +1,9 @@
-"""Has a job of a federation keep up with the others, and wait for them at its end."""
+"""Has a job of a federation keep up with the others."""
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import NamedTuple
 
-from megatron_noloco.federation.members import Members, Peer
+from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.partners import is_far_behind
 from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -62,7 +59,7 @@ class CatchUp:
     def start(self, done: int) -> None:
         """Announce after how many local steps this replica begins, or goes on with the state of another."""
         self._untrained = done == 0
-        self._members.go_on(self.last_round(done))
+        self._members.go_on(last_round(done, self._noloco))
 
     def recovered(self, step: int) -> None:
         """Go on with the state of another replica after `step` local steps."""
@@ -86,13 +83,13 @@ class CatchUp:
                 f"theirs; start it again{how}: it then takes over the state of another replica"
             )
         self._untrained = False  # the others are as little trained
-        is_far = is_far_behind(self.last_round(step), self.last_round(due), self._behind)
+        is_far = is_far_behind(last_round(step, self._noloco), last_round(due, self._noloco), self._behind)
         if is_far and not self._has_recovered:
             return None
         self._has_recovered = False
         if left_out <= self._few and not is_far:
             return step
-        self._members.go_on(self.last_round(step + left_out))
+        self._members.go_on(last_round(step + left_out, self._noloco))
         return step + left_out
 
     def _due_now(self, step: int) -> int | None:
@@ -108,7 +105,7 @@ class CatchUp:
         begun = [status.begun for status in others if status.phase == "training" and status.begun >= 0]
         ended = sum(status.phase == "ended" for status in others)
         if self._steps is not None:
-            begun += ended * [self.last_round(self._steps) + 1]  # due at the last step, or later
+            begun += ended * [last_round(self._steps, self._noloco) + 1]  # due at the last step, or later
         elif self._untrained and ended:
             raise UntrainedError(
                 "another replica waits at its end, and this replica begins with fresh weights, which would spoil "
@@ -116,123 +113,18 @@ class CatchUp:
             )
         if not begun:
             return None
-        due = self._due(statistics.median_low(begun))
+        due = steps_before(statistics.median_low(begun), self._noloco)
         return due if self._steps is None else min(due, self._steps)
 
-    def at_end(self, done: int) -> "WaitAtEnd":
-        """Announce the end of this replica, after `done` local steps, and look at the others from then on."""
-        own, members = self.last_round(done), self._members
-        members.go_on(own, "ended")
-        last = math.inf if self._steps is None else self.last_round(self._steps)
-        return WaitAtEnd(members, own, last, self._noloco.deadline_seconds, self._left_out)
 
-    def _left_out(self, last: Mapping[int, int]) -> dict[int, str]:
-        """Return why slots are not in the mean that have come: those that ended far behind half of the others.
-
-        So a single member that claims to be far ahead puts nobody out; of two the further counts.
-
-        Args:
-            last: the last round of each slot.
-        """
-        furthest = statistics.median_low(last.values()) if len(last) > 2 else max(last.values())
-        return {
-            slot: f"ended at local step {self._due(number)}, more than federation.rounds_behind "
-            f"({self._federation.rounds_behind}) rounds before the others at {self._due(furthest)}"
-            for slot, number in last.items()
-            if is_far_behind(number, furthest, self._behind)
-        }
-
-    def _due(self, number: int) -> int:
-        """Return the local steps before a round; 0 for -1."""
-        if number < 0:
-            return 0
-        fragments = self._noloco.fragments
-        return due_after(*divmod(number, fragments), self._noloco.local_steps, fragments)
-
-    def last_round(self, done: int) -> int:
-        """Return the number of the last round before the next local step; -1 where there was no round."""
-        round_index, fragment = next_after(done, self._noloco.local_steps, self._noloco.fragments)
-        return round_index * self._noloco.fragments + fragment - 1
+def steps_before(number: int, noloco: NolocoSettings) -> int:
+    """Return the local steps before a round; 0 for -1."""
+    if number < 0:
+        return 0
+    return due_after(*divmod(number, noloco.fragments), noloco.local_steps, noloco.fragments)
 
 
-class Ended(NamedTuple):
-    """What a replica has waited for at its end.
-
-    Attributes:
-        is_final: whether others have their mean already, without this replica.
-        left_out: why slots are not in the mean, by slot.
-    """
-
-    is_final: bool
-    left_out: Mapping[int, str]
-
-
-class WaitAtEnd:
-    """Waits for the others at the end of this replica.
-
-    The lowest slot at its end waits for all, and proposes the mean (`final_mean`). Who trains, or was lost
-    meanwhile, is waited for until `seconds` after the last news of any: a round that it begins, its end, its loss,
-    each only for the first time, so that nobody who comes and goes holds others up.
-
-    Args:
-        own: last round of this replica.
-        last: that of the run; inf: it is not known.
-        left_out: returns why slots that have come are not in the mean, from the last round of each.
-    """
-
-    def __init__(
-        self,
-        members: Members,
-        own: int,
-        last: float,
-        seconds: float,
-        left_out: Callable[[Mapping[int, int]], dict[int, str]],
-    ) -> None:
-        self._members, self._own, self._last = members, own, last
-        self._seconds, self._why_not = seconds, left_out
-        self._peers, self._met = dict[int, Peer](), set[int]()
-        self._news, self._since = set[tuple[float, ...]](), -math.inf
-
-    def look(self) -> Ended | None:
-        """Look at the others; return None while others are waited for."""
-        self._members.check()
-        self._members.publish_reached()
-        at, peers = self._members.mesh.clock(), self._members.peers()
-        gone = self._peers.keys() - peers.keys()  # a later process of the slot differs
-        self._peers = {**peers, **{slot: replace(self._peers[slot], present=False) for slot in gone}}
-        self._met |= {slot for slot, peer in peers.items() if peer.present}
-        came = {slot: peer.status.begun for slot, peer in self._peers.items() if has_come(peer)}
-        news = {
-            (slot, min(peer.status.begun, self._last), peer.present, slot in came)
-            for slot, peer in self._peers.items()
-        }
-        if not news <= self._news:
-            self._since = at
-        self._news |= news
-        came[self._members.slot] = self._own
-        why = {slot: self._why_away(peer) for slot, peer in self._peers.items() if slot not in came}
-        awaited = {slot for slot in why.keys() & self._met if not self._peers[slot].status.has_left}
-        why |= self._why_not(came)
-        if most_are_final(peers.values()):
-            return Ended(True, why)
-        lowest, own = min(came.keys() - why.keys()), self._members.slot
-        is_proposed = lowest != own and peers[lowest].status.mean.attempt > 0
-        is_over = is_proposed or not awaited or at >= self._since + self._seconds
-        return Ended(False, why) if is_over and own not in why else None
-
-    def _why_away(self, peer: Peer) -> str:
-        """Say why a replica was not waited for any longer."""
-        if peer.status.has_left:
-            return "has left"
-        return f"began no round for {self._seconds:g} s" if peer.present else "is not there"
-
-
-def has_come(peer: Peer) -> bool:
-    """Return whether a replica is there, and waits at its end."""
-    return peer.present and peer.status.phase == "ended"
-
-
-def most_are_final(peers: Iterable[Peer]) -> bool:
-    """Return whether most of those that wait at their end use the mean already, or have left with it."""
-    ended = [bool(peer.status.mean.final) for peer in peers if has_come(peer) or peer.status.mean.final]
-    return 2 * sum(ended) > len(ended)
+def last_round(done: int, noloco: NolocoSettings) -> int:
+    """Return the number of the last round before the next local step; -1 where there was no round."""
+    round_index, fragment = next_after(done, noloco.local_steps, noloco.fragments)
+    return round_index * noloco.fragments + fragment - 1

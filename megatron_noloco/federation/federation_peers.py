@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megatron_noloco.federation.catch_up import Ended, UntrainedError
+from megatron_noloco.federation.catch_up import UntrainedError
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
@@ -21,7 +21,6 @@ from megatron_noloco.plans.fragments import due_after, fragment_after, next_afte
 
 Value = TypeVar("Value")
 _LOOK_SECONDS = 0.2
-_SAVE_SECONDS = 600.0  # for a replica to save the final model, before it gives it
 
 
 class FederationPeers:
@@ -102,26 +101,21 @@ class FederationPeers:
         """
         before_waiting()
         started, own = time.perf_counter(), self._replica.place.replica
-        end: Ended | None = Ended(True, {})
         if self._final is None:
             now.part("waiting for the other replicas at the end")
-            waiting = None if self._catch_up is None else self._catch_up.at_end(done)
-            end = self._give_until(done, lambda: waiting.look() if waiting else None)
-        self._states.trains_from(0)
-        if end is None:
-            return Average(stopped=True)
-        if not end.is_final:
-            mean = FinalMean(self._replica, end.left_out)
-            reports = self.outer.settle(mean, [(own,)], FINAL)
-            if mean.stopped:
+            end = self._membership.end_of_run(done)
+            is_found = self._give_until(done, lambda: end.look() if end else None)
+            self._states.trains_from(0)
+            if is_found:
+                mean = FinalMean(self._replica, end)
+                reports = self.outer.settle(mean, [(own,)], FINAL)
+                if not (mean.stopped or mean.is_late):
+                    seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
+                    return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
+                is_found = None if mean.stopped else False
+            if is_found is None:
                 return Average(stopped=True)
-            if not mean.is_late:
-                seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
-                return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-        taken = self._final
-        if taken is None:
-            computed_by_rank_0(self._wait_for_final)
-            taken = self._recover(done, ahead=0)
+        taken = self._final or self._recover(done, ahead=0)
         seconds = time.perf_counter() - started
         if taken is None:
             return Average(
@@ -130,8 +124,9 @@ class FederationPeers:
                 lines=(" the others' final model could not be taken: that of this replica is another |",),
             )
         finals = computed_by_rank_0(self._finals)
-        if self._membership.members is not None:
-            self._membership.members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
+        if (members := self._membership.members) is not None:
+            members.step = done  # given once it is saved
+            members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
         # A state that was taken before was named there.
         lines = () if taken is self._final else (f" {taken} |",)
         return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
@@ -140,16 +135,6 @@ class FederationPeers:
         """Return the other replicas that are there and have the final model, each with the name of its attempt."""
         statuses = self._membership.leader.present()
         return {slot: status.mean.final for slot, status in statuses.items() if status.mean.final}
-
-    def _wait_for_final(self) -> None:
-        """Wait until a replica that has the final model gives it, once it has saved it."""
-        members = self._membership.leader
-
-        def is_over() -> bool:
-            steps = [status.step for status in members.present().values() if status.mean.final]
-            return any(steps) or not steps
-
-        members.wait(is_over, _SAVE_SECONDS)
 
     def leave(self, done: int) -> Boundary:
         """Run the next round before it is due, so that the partner keeps half of what was learned since the last.

@@ -29,10 +29,10 @@ import math
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -86,12 +86,10 @@ class _Watch:
         read_at: from when to read the file, if it is there.
     """
 
-    giver: Member
-    name: str
+    fetch: Fetch
     seal: Seal
-    wish_at: float = math.inf
+    wish_at: float
     read_at: float = 0.0
-    fetches: list[Fetch] = field(default_factory=list)
 
 
 class FolderCarrier(Carrier):
@@ -116,41 +114,30 @@ class FolderCarrier(Carrier):
         """See `Carrier`. Raises UserError for a folder that cannot be used."""
         super().start(mesh)
         self._identity, self._me = mesh.statuses.identity, str(mesh.me)
-        self._folder = RunFolder(self._store, mesh, self._digests)
+        self._folder = RunFolder(self._store, mesh, self._digests, self.fail)
         self._seal = Seal(self._identity.folder_key)
         self._inbox = self._folder.store.below(f"to/{self._me}")
         try:
             self._folder.create()
-            self._members = FolderMembers(mesh, self._folder, self._seal, self._pace.resting)
+            self._members = FolderMembers(
+                mesh, self._folder, self._seal, self._pace.resting, lambda there: self.see(there, there)
+            )
         except OSError as error:
             raise UserError(f"federation.rendezvous: {error}") from None
         self._folder.start_workers()
         self._thread = self._folder.spawn(self._live)
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._folder.failure
-
     def publish(self) -> None:
         self._members.publish()
         self._stir.set()
 
-    def present(self) -> Collection[Member]:
-        return self._members.present
-
-    def reaches(self, member: Member) -> bool:
-        return member in self._members.present
-
     def ask(self, fetch: Fetch) -> None:
-        giver, name = fetch.giver, fetch.name
-        if (seal := self._seal_with(giver)) is None:
-            fetch.carrier = None  # it is asked again once its giver is there
+        if (seal := self._seal_with(fetch.giver)) is None:
+            fetch.carrier = None  # so that it is asked again once its giver is there
             return
-        file = self._file_of(seal, giver, self.mesh.me, name)
+        file = self._file_of(seal, fetch.giver, self.mesh.me, fetch.name)
         with self._lock:
-            watch = self._watches.setdefault(file, _Watch(giver, name, seal))
-            watch.wish_at = min(watch.wish_at, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
-            watch.fetches.append(fetch)
+            self._watches[file] = _Watch(fetch, seal, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
         fetch.when_over.append(lambda: self._forget(file, fetch))
         if fetch.outcome is not None:
             self._forget(file, fetch)
@@ -205,7 +192,7 @@ class FolderCarrier(Carrier):
             self._folder.submit(partial(self._take, file, watch))
         heard = [file for file in files if self._hear(file)]
         for (taker, _), wish in list(self._wishes.items()):
-            if not self.reaches(taker):
+            if taker not in self.reached:
                 wish.cancel()
         return bool(come or heard)
 
@@ -226,21 +213,19 @@ class FolderCarrier(Carrier):
             self._stir.set()
             return
         self._unneeded.add(file)
-        watch.read_at = 0.0  # for a fetch that begins just now, the file of its own answer
-        self.mesh.note_bytes(watch.giver)
+        giver, name = watch.fetch.giver, watch.fetch.name
+        self.mesh.note_bytes(giver)
         if content[:1] == _PIECE:
-            self.mesh.receive(watch.giver, watch.name, content[1:])
-            return
-        self.mesh.refuse(watch.giver, watch.name, bytes(content[1:]).decode(errors="replace"))
+            self.mesh.receive(giver, name, content[1:])
+        else:
+            self.mesh.refuse(giver, name, bytes(content[1:]).decode(errors="replace"))
 
     def _forget(self, file: str, fetch: Fetch) -> None:
         """Wait no more for a fetch that is over."""
         with self._lock:
             watch = self._watches.get(file)
-            if watch is not None and fetch in watch.fetches:
-                watch.fetches.remove(fetch)
-                if not watch.fetches:
-                    del self._watches[file]
+            if watch is not None and watch.fetch is fetch:
+                del self._watches[file]
 
     # Wishes
 
@@ -259,10 +244,11 @@ class FolderCarrier(Carrier):
         return next_at
 
     def _write_wish(self, watch: _Watch) -> None:
-        sealed = watch.seal.close(self._place_of_wish(watch.giver, self.mesh.me), watch.name.encode())
+        giver, name = watch.fetch.giver, watch.fetch.name
+        sealed = watch.seal.close(self._place_of_wish(giver, self.mesh.me), name.encode())
         wish = f"q~{self._me}~{base64.urlsafe_b64encode(sealed).decode().rstrip('=')}"
         try:
-            self._folder.store.put(f"to/{watch.giver}/{wish}", b"-")
+            self._folder.store.put(f"to/{giver}/{wish}", b"-")
         except FileNotFoundError:  # the giver has left
             pass
         except OSError as error:
@@ -334,11 +320,11 @@ class FolderCarrier(Carrier):
 
     def _seal_with(self, member: Member) -> Seal | None:
         """Return what seals the files between this member and another; None: the other is not there."""
-        if not self.reaches(member):
+        if member not in self.reached:
             return None
         with self._lock:
             if member not in self._seals:
-                self._seals = {other: seal for other, seal in self._seals.items() if self.reaches(other)}
+                self._seals = {other: seal for other, seal in self._seals.items() if other in self.reached}
                 signed = self.mesh.statuses.of(member.slot)
                 if signed is None or signed.member != member:  # a later process is there by now
                     return None

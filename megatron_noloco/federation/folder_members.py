@@ -14,10 +14,9 @@ import json
 import math
 import random
 import re
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -53,14 +52,17 @@ class RunFolder:
 
     Args:
         rendezvous: the folder that has a folder for each run.
-
-    Attributes:
-        failure: an exception of a thread, which is a bug.
+        fail: is told an exception of a thread, which is a bug.
     """
 
-    def __init__(self, rendezvous: Store, mesh: Mesh, digests: Mapping[str, str]) -> None:
-        self.failure: BaseException | None = None
-        self.run = f"{mesh.statuses.run:016x}"
+    def __init__(
+        self,
+        rendezvous: Store,
+        mesh: Mesh,
+        digests: Mapping[str, str],
+        fail: Callable[[BaseException], object],
+    ) -> None:
+        self.run, self._fail = f"{mesh.statuses.run:016x}", fail
         self.store = rendezvous.below(self.run)
         self.url = rendezvous.url
         self._rendezvous, self._mesh, self._digests = rendezvous, mesh, digests
@@ -150,8 +152,7 @@ class RunFolder:
         try:
             body()
         except Exception as error:
-            self.failure = error
-            sys.excepthook(type(error), error, error.__traceback__)
+            self._fail(error)
 
 
 class _Sign(NamedTuple):
@@ -179,13 +180,18 @@ class FolderMembers:
     Args:
         seal: of the folder key.
         look_seconds: between two looks at the signs.
-
-    Attributes:
-        present: the other members that are there.
+        see: is told the other members that are there.
     """
 
-    def __init__(self, mesh: Mesh, folder: RunFolder, seal: Seal, look_seconds: float) -> None:
-        self.present = frozenset[Member]()
+    def __init__(
+        self,
+        mesh: Mesh,
+        folder: RunFolder,
+        seal: Seal,
+        look_seconds: float,
+        see: Callable[[Set[Member]], object],
+    ) -> None:
+        self._see = see
         self._mesh, self._me, self._statuses = mesh, str(mesh.me), mesh.statuses
         self._folder, self._seal = folder, seal
         self._alive = folder.store.below("alive")
@@ -226,7 +232,7 @@ class FolderMembers:
             self._judge()
         if time.monotonic() >= self._alone_at:
             self._alone_at = math.inf
-            if not self.present:
+            if len(self._mesh.members()) == 1:
                 submit(lambda: attempt(self._say_alone))
         if time.monotonic() >= self._sweep_at:
             self._sweep_at = time.monotonic() + LEFTOVER_SECONDS
@@ -370,9 +376,7 @@ class FolderMembers:
                 and signed.member == member
                 and not signed.status.has_left
             )
-            is_new, self.present = present != self.present, present
-        if is_new:
-            self._mesh.follow_members()
+            self._see(present)
 
     # What is left
 

@@ -20,10 +20,9 @@ import asyncio
 import errno
 import socket
 import ssl
-import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from itertools import islice
@@ -78,7 +77,6 @@ class HttpsCarrier(Carrier):
         self, digests: Mapping[str, str], listener: socket.socket | None, seeds: Sequence[str] = ()
     ) -> None:
         self._digests, self._listener, self._seeds = digests, listener, seeds
-        self._failure: Exception | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
@@ -89,10 +87,6 @@ class HttpsCarrier(Carrier):
 
     # Called from any thread
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
-
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
         self._links = Links(mesh, self._wishes_of)
@@ -101,12 +95,6 @@ class HttpsCarrier(Carrier):
 
     def publish(self) -> None:
         self._soon(self._publish)
-
-    def present(self) -> Collection[Member]:
-        return self._links.present
-
-    def reaches(self, member: Member) -> bool:
-        return member in self._links.reachable
 
     def ask(self, fetch: Fetch) -> None:
         fetch.when_over.append(lambda: self._soon(self._end_ask, fetch))
@@ -171,13 +159,9 @@ class HttpsCarrier(Carrier):
         self.mesh.warn(f"a request could not be answered: {type(error).__name__}{at}; please report this")
 
     def _fail(self, error: Exception) -> None:
-        is_ending = not threading.main_thread().is_alive()  # the interpreter lends no threads any more
         self._is_open.set()
-        if self._failure is None and not is_ending:
-            self._failure = error
-            sys.stderr.write("the thread that exchanges with other replicas has failed\n")
-            traceback.print_exception(error)
-            self.mesh.wake()
+        if threading.main_thread().is_alive():  # else the interpreter ends, and lends no threads any more
+            self.fail(error)
 
     async def _close(self) -> None:
         """Give the last status a second to arrive, then end everything."""
@@ -228,8 +212,8 @@ class HttpsCarrier(Carrier):
     def _refresh(self) -> None:
         """Begin what is possible now, and end what is another's."""
         self._refresh_is_due = False
-        if self._links.refresh():
-            self.mesh.follow_members()
+        self._links.refresh()
+        self.see(self._links.present, self._links.reachable)
         if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
             for peer in self._links.peers.values():
                 if peer.is_due():

@@ -253,8 +253,8 @@ class Links:
         peer = self.peer_of(member)
         return peer is not None and member in self.reachable and peer.acts
 
-    def refresh(self) -> bool:
-        """Take the snapshots anew; return whether they differ."""
+    def refresh(self) -> None:
+        """Take the snapshots anew."""
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = [peer for peer in self.peers.values() if not peer.has_ended]
@@ -265,9 +265,7 @@ class Links:
         has_lost, self._linked = bool(self._linked - linked), linked
         if has_lost:
             self.publish()
-        is_new = (present, reachable) != (self.present, self.reachable)
         self.present, self.reachable = present, reachable
-        return is_new
 
     # Lines
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.compatibility import RunIdentity, digests_of, run_number
+from megatron_noloco.federation.end_of_run import EndOfRun
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.members import Members
@@ -157,6 +158,12 @@ class Membership:
         """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
         if self.catch_up is not None:
             self.catch_up.start(done)
+
+    def end_of_run(self, done: int) -> EndOfRun | None:
+        """Announce the end of this replica, after `done` local steps; None on other ranks than the leader."""
+        if self.members is None:
+            return None
+        return EndOfRun(self.members, self.noloco, self.federation, done, self.steps)
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""

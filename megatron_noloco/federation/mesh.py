@@ -16,11 +16,13 @@ Rounds, states, the final mean and newcomers are blocking code above `offer`, `f
 
 import itertools
 import math
+import sys
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
@@ -202,14 +204,32 @@ class Fetch:
 
 
 class Carrier(ABC):
-    """Moves statuses and pieces between members. Its methods may be called from any thread, and do not block."""
+    """Moves statuses and pieces between members. Its methods may be called from any thread, and do not block.
+
+    Attributes:
+        present: the other members that are there, as far as this carrier sees.
+        reached: those of them with which pieces pass.
+        failure: what has ended the work of this carrier, which is a bug; None: nothing has.
+    """
 
     mesh: "Mesh"
+    present: Set[Member] = frozenset()
+    reached: Set[Member] = frozenset()
+    failure: BaseException | None = None
 
-    @property
-    @abstractmethod
-    def failure(self) -> BaseException | None:
-        """What has ended the work of this carrier, which is a bug; None: nothing has."""
+    def see(self, present: Set[Member], reached: Set[Member]) -> None:
+        """Note who is there; have what is awaited asked of who is reached by now."""
+        if (present, reached) != (self.present, self.reached):
+            self.present, self.reached = present, reached
+            self.mesh.follow_members()
+
+    def fail(self, error: BaseException) -> None:
+        """Note a bug, which ends this job."""
+        if self.failure is None:
+            self.failure = error
+            sys.stderr.write("the thread that exchanges with other replicas has failed\n")
+            traceback.print_exception(error)
+            self.mesh.wake()
 
     def start(self, mesh: "Mesh") -> None:
         """Begin to carry, for this mesh."""
@@ -218,14 +238,6 @@ class Carrier(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Have all members get the own status, `mesh.statuses.own`; give those of others to `mesh.take`."""
-
-    @abstractmethod
-    def present(self) -> Collection[Member]:
-        """Return the other members that are there, as far as this carrier sees."""
-
-    @abstractmethod
-    def reaches(self, member: Member) -> bool:
-        """Return whether pieces pass between this member and another."""
 
     @abstractmethod
     def ask(self, fetch: Fetch) -> None:
@@ -274,18 +286,18 @@ class Patience:
         """Return when to give up, on the clock of the mesh."""
         if not self._mesh.reaches(self.giver):
             return min(self._seen + self._absent_seconds, self._end_by())
-        self._seen = self._mesh.clock()
         if self._begin_by is not None and self.began == math.inf:
             return min(self._begin_by(), self._end_by())
         moved = max(self.since, self._mesh.moved.get(self.giver.slot, -math.inf))
         return min(moved + self.seconds, self._end_by())
 
     def check(self) -> None:
-        """Raise StalledError or RefusedError when it is time to give up."""
+        """Note whether the giver is there. Raise StalledError or RefusedError when it is time to give up."""
+        if is_there := self._mesh.reaches(self.giver):
+            self._seen = self._mesh.clock()
         if reason := self._why_not():
             raise RefusedError(reason)
         if self._mesh.clock() >= self.until() or not self._mesh.may_come(self.giver):
-            is_there = self._mesh.reaches(self.giver)
             raise StalledError("sends nothing" if is_there else "is not there any more")
 
     def wait(self, ready: Callable[[], object]) -> None:
@@ -324,7 +336,7 @@ class Mesh:
         self.offers, self.carriers = Offers(self.wake), carriers
         self.moved: dict[int, float] = {}
         self.refusal = ""
-        self._fetches = dict[tuple[Member, str], list[Fetch]]()
+        self._fetches = dict[tuple[Member, str], Fetch]()
         self._changed, self._changes = threading.Condition(), 0
         self._tell, self._told = tell, set[str]()
         with ExitStack() as started:
@@ -344,7 +356,7 @@ class Mesh:
 
     def members(self) -> Mapping[Member, PeerStatus]:
         """Return the members that are there, with the last status of each; of a slot only the latest process."""
-        there = set[Member]().union(*(carrier.present() for carrier in self.carriers))
+        there = set[Member]().union(*(carrier.present for carrier in self.carriers))
         return self._by_slot(lambda signed: signed.member in there and not signed.status.has_left)
 
     def known(self) -> Mapping[Member, PeerStatus]:
@@ -399,10 +411,12 @@ class Mesh:
         self.offers.release(name)
 
     def begin(self, giver: Member, name: str, is_sent: bool = False, is_large: bool = False) -> Fetch:
-        """Begin to fetch a piece; see `result`, and `Fetch`. A giver that is away is asked when it is back."""
-        fetch = Fetch(giver, name, is_sent, is_large)
+        """Begin to fetch a piece; see `result`, and `Fetch`. A giver that is away is asked when it is back.
+
+        Of a piece that is asked for already, return that fetch.
+        """
         with self._changed:
-            self._fetches.setdefault((giver, name), []).append(fetch)
+            fetch = self._fetches.setdefault((giver, name), Fetch(giver, name, is_sent, is_large))
         self._ask(fetch)
         return fetch
 
@@ -458,13 +472,8 @@ class Mesh:
 
     def cancel(self, fetch: Fetch) -> None:
         """Ask no more."""
-        with self._changed:
-            left = self._fetches.get((fetch.giver, fetch.name), [])
-            if fetch in left:
-                left.remove(fetch)
-            if not left:
-                self._fetches.pop((fetch.giver, fetch.name), None)
-        self._end([fetch], RefusedError("was cancelled"))
+        if fetch.outcome is None:
+            self._end(fetch.giver, fetch.name, RefusedError("was cancelled"))
 
     # For carriers
 
@@ -485,15 +494,11 @@ class Mesh:
 
     def receive(self, giver: Member, name: str, blob: Blob) -> None:
         """Take a piece that has come; one that nobody waits for is dropped."""
-        with self._changed:
-            fetches = self._fetches.pop((giver, name), [])
-        self._end(fetches, blob)
+        self._end(giver, name, blob)
 
     def refuse(self, giver: Member, name: str, reason: str) -> None:
         """Learn that a piece never comes, and why."""
-        with self._changed:
-            fetches = self._fetches.pop((giver, name), [])
-        self._end(fetches, RefusedError(outside(reason)))
+        self._end(giver, name, RefusedError(outside(reason)))
 
     def warn(self, line: str, is_refusal: bool = False) -> None:
         """Tell the user a line, which may quote others: once, and not too many.
@@ -517,7 +522,7 @@ class Mesh:
     def follow_members(self) -> None:
         """Ask for what is awaited over the carriers that reach its givers by now; wake waiting threads."""
         with self._changed:
-            awaited = [fetch for fetches in self._fetches.values() for fetch in fetches]
+            awaited = list(self._fetches.values())
         for fetch in awaited:
             self._ask(fetch)
         self.wake()
@@ -553,15 +558,16 @@ class Mesh:
         return future
 
     def _carrier_of(self, member: Member) -> Carrier | None:
-        return next((carrier for carrier in self.carriers if carrier.reaches(member)), None)
+        return next((carrier for carrier in self.carriers if member in carrier.reached), None)
 
-    def _end(self, fetches: Sequence[Fetch], outcome: Blob | LostError) -> None:
-        for fetch in fetches:
-            if fetch.outcome is None:
-                fetch.outcome = outcome
+    def _end(self, giver: Member, name: str, outcome: Blob | LostError) -> None:
+        with self._changed:
+            fetch = self._fetches.pop((giver, name), None)
+        if fetch is not None:
+            fetch.outcome = outcome
             while fetch.when_over:
                 fetch.when_over.pop()()
-        self.wake()
+            self.wake()
 
 
 def in_thread(function: Callable[[], Value], name: str) -> "Future[Value]":

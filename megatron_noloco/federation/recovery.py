@@ -265,7 +265,9 @@ class States:
         steps = {slot: peer.status.step for slot, peer in peers.items()}
         if self._steps is not None:  # a step that nobody can have is a lie
             steps = {slot: step for slot, step in steps.items() if step <= self._steps}
-        return {slot: peers[slot].member for slot in furthest(steps, self._members.slot, least, given_up)}
+        found = furthest(steps, self._members.slot, least, given_up)
+        found.sort(key=lambda slot: not peers[slot].status.mean.final)  # where there is a final model, that
+        return {slot: peers[slot].member for slot in found}
 
     def _read(self, outcome: Blob | LostError | None, least: int) -> Offer | str:
         """Return an offer, or why there is none."""

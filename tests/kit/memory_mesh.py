@@ -210,8 +210,6 @@ class MemoryCarrier(Carrier):
     def __init__(self, world: World, hidden: bool) -> None:
         self.hidden, self._world = hidden, world
 
-    failure: BaseException | None = None
-
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
         for other in self._world.carriers.values():
@@ -224,17 +222,19 @@ class MemoryCarrier(Carrier):
             if self.mesh.statuses.own is not None:
                 other.mesh.take(self.mesh.statuses.own)
 
-    def learn(self) -> None:
-        """Do nothing: the world sees all statuses."""
-
-    def present(self) -> set[Member]:
+    @property
+    def present(self) -> set[Member]:  # type: ignore[override]
         me, others = self.mesh.me, self._world.carriers
         return {other for other in others if other != me and self._world.sees(me, other)}
 
-    def reaches(self, member: Member) -> bool:
-        other = self._world.carriers.get(member)
-        is_able = other is not None and not (self.hidden and other.hidden)
-        return is_able and member in self.mesh.members() and self._world.are_linked(self.mesh.me, member)
+    @property
+    def reached(self) -> set[Member]:  # type: ignore[override]
+        world = self._world
+        return {
+            member
+            for member in self.present & self.mesh.members().keys()
+            if not (self.hidden and world.carriers[member].hidden) and world.are_linked(self.mesh.me, member)
+        }
 
     def ask(self, fetch: Fetch) -> None:
         world, me, giver, name = self._world, self.mesh.me, fetch.giver, fetch.name

@@ -423,7 +423,7 @@ def test_no_strange_file_is_opened_or_disturbs(join_here: Federation, folder: Pa
     inbox = folder / RUN_NAME / "to" / str(b.me)
     asked = {name: b.begin(a.me, name) for name in ("pipe", "link", "huge", "folder")}
     until(lambda: len(a.offers.takers("")) == 4)
-    paths = {watch.name: inbox / file for file, watch in carrier_of(b)._watches.items()}
+    paths = {watch.fetch.name: inbox / file for file, watch in carrier_of(b)._watches.items()}
     os.mkfifo(paths["pipe"])
     paths["link"].symlink_to("/dev/zero")
     with paths["huge"].open("wb") as file:
@@ -463,7 +463,7 @@ def test_a_forged_piece_is_ignored_until_the_true_one_comes(join_here: Federatio
     kinds = ("moved", "empty", "of another member")
     asked = {kind: b.begin(a.me, kind) for kind in kinds}
     until(lambda: len(a.offers.takers("")) == len(kinds))
-    files = {watch.name: file for file, watch in carrier_of(b)._watches.items()}
+    files = {watch.fetch.name: file for file, watch in carrier_of(b)._watches.items()}
     (inbox / files["moved"]).write_bytes(content)
     (inbox / files["empty"]).touch()
     file = files["of another member"]

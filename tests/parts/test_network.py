@@ -276,11 +276,11 @@ def test_a_job_that_does_not_listen_meets_others_in_the_folder(tmp_path: Path) -
 def test_what_is_awaited_comes_by_folder_when_https_is_gone(tmp_path: Path) -> None:
     with closing(through(tmp_path).open(0)) as one, closing(through(tmp_path).open(1)) as other:
         https, _ = other.mesh.carriers
-        until(lambda: https.reaches(one.mesh.me))
+        until(lambda: one.mesh.me in https.reached)
         fetch = other.mesh.begin(one.mesh.me, "piece")
         until(lambda: one.mesh.offers.takers("piece"))
         one.mesh.carriers[0].close()
-        until(lambda: not https.reaches(one.mesh.me))
+        until(lambda: one.mesh.me not in https.reached)
         one.mesh.offer("piece", b"content")
         until(lambda: fetch.outcome)
         assert fetch.outcome == b"content"

@@ -4,53 +4,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_noloco.federation import catch_up as module
 from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
-from megatron_noloco.federation.members import Peer
-from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.partners import Availability, Partners
-from megatron_noloco.federation.statuses import FinalStatus, PeerStatus, Phase
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-
-ENDED, LEFT = -2, -3  # in place of the round that a replica has begun last
-
-
-def peer_at(begun: int, present: bool = True, slot: int = 1, **status: Any) -> Peer:
-    """A replica that has begun a round, is at its end or has left."""
-    phase: Phase = {ENDED: "ended", LEFT: "left"}.get(begun, "training")  # type: ignore[assignment]
-    status = {"phase": phase, "begun": max(begun, -1)} | status
-    return Peer(Member(slot, 1), PeerStatus(**status), present, present)
-
-
-class Others:
-    """Stands for `Members`, where the others have begun these rounds."""
-
-    slot = 0
-    status = PeerStatus()
-
-    def __init__(self, begun: list[int]) -> None:
-        self.numbers, self.at, self.mesh = begun, 0.0, self
-        self.told: list[tuple[Any, ...]] = []
-
-    def clock(self) -> float:
-        return self.at
-
-    def check(self) -> None: ...
-
-    def publish_reached(self) -> None: ...
-
-    def go_on(self, *told: Any) -> None:
-        self.told.append(told)
-
-    def peers(self) -> dict[int, Peer]:
-        return {slot: peer_at(begun, slot=slot) for slot, begun in enumerate(self.numbers, 1)}
-
-    def present(self) -> dict[int, PeerStatus]:
-        return {slot: peer.status for slot, peer in self.peers().items() if peer.present}
+from tests.kit.peers import ENDED, LEFT, Others, peer_at
 
 
 def catch_up(
@@ -219,103 +179,3 @@ def test_after_a_state_a_replica_leaves_out_steps_once() -> None:
     assert own.next_step(500) == 609, "the last step before the round that the others have begun"
     others.numbers = [90, 90]
     assert own.next_step(610) is None, "from then on it is behind as any other"
-
-
-class AtTheEnd(Others):
-    """What slot 0 sees of another in one look after the other, again and again."""
-
-    def __init__(self, looks: list[tuple[int, bool]], slot: int = 1) -> None:
-        super().__init__([])
-        self._looks, self._slot = looks, slot
-
-    def peers(self) -> dict[int, Peer]:
-        return {self._slot: peer_at(*self._looks[round(self.at) % len(self._looks)], slot=self._slot)}
-
-
-def end_with(
-    looks: list[tuple[int, bool]], deadline_seconds: float, behind: int = 4
-) -> tuple[float, dict[int, str]]:
-    """Return for how many looks, one a second, slot 0 waits at its end, and who is not in its mean."""
-    there: Any = AtTheEnd(looks)
-    noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
-    waiting = CatchUp(there, noloco, FederationSettings(rounds_behind=behind), 95).at_end(30)
-    while (end := waiting.look()) is None:
-        there.at += 1
-        assert there.at < 1000
-    assert not end.is_final
-    return there.at, dict(end.left_out)
-
-
-@given(st.lists(st.tuples(st.integers(-1, 5), st.booleans()), min_size=1, max_size=20), st.integers(1, 20))
-def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]], deadline: int) -> None:
-    """Each round that it begins for the first time is worth two deadlines at most."""
-    waited, left_out = end_with(looks, deadline)
-    assert waited <= 2 * deadline * len({number for number, _ in looks})
-    assert left_out.keys() == {1}
-
-
-@pytest.mark.parametrize(
-    ("looks", "waited", "left_out"),
-    [
-        ([(3, True)] * 5 + [(3, False)] * 2 + [(ENDED, True)], 7.0, {}),
-        ([(3, True)] * 5 + [(3, False)] * 99, 11.0, {1: "is not there"}),
-        ([(3, True)] * 99, 6.0, {1: "began no round for 6 s"}),
-        ([(3, True)] * 3 + [(LEFT, False)] * 99, 3.0, {1: "has left"}),
-        ([(3, False)] * 99, 0.0, {1: "is not there"}),  # it was lost before
-    ],
-)
-def test_who_trains_or_is_lost_is_waited_for_once(
-    looks: list[tuple[int, bool]], waited: float, left_out: dict[int, str]
-) -> None:
-    assert end_with(looks, 6.0) == (waited, left_out)
-
-
-def ends(own: int, *peers: Peer, behind: int = 4) -> Any:
-    """Return what a replica in this slot, which has ended after round 2, learns in its first look."""
-    there: Any = Others([])
-    there.slot, there.peers = own, lambda: {peer.member.slot: peer for peer in peers}
-    return (
-        CatchUp(there, NolocoSettings(local_steps=10), FederationSettings(rounds_behind=behind))
-        .at_end(30)
-        .look()
-    )
-
-
-def test_a_higher_slot_waits_for_a_proposal_of_the_lowest() -> None:
-    assert ends(2, peer_at(2, slot=1, phase="ended"), peer_at(1, slot=3)) is None
-    proposed = ends(2, peer_at(2, slot=1, phase="ended", mean=FinalStatus(attempt=1)))
-    assert (proposed.is_final, proposed.left_out) == (False, {})
-    is_over = ends(2, peer_at(2, slot=3, phase="ended", mean=FinalStatus(attempt=1, final="1.1/1")))
-    assert is_over.is_final
-
-
-def test_who_ended_far_behind_half_of_the_others_is_left_out() -> None:
-    """A single member that claims to be far ahead puts nobody out."""
-
-    def left_out(*rounds: int) -> set[int]:
-        peers = [peer_at(number, slot=slot, phase="ended") for slot, number in enumerate(rounds, 1)]
-        end = ends(0, *peers, behind=2)
-        return {0} if end is None else set(end.left_out)
-
-    assert left_out(2) == set()
-    assert left_out(5) == {0}, "it waits until the others have their model"
-    assert left_out(9, 2) == set()
-    assert left_out(9, 9) == {0}
-    assert left_out(2, 2, -1) == {3}
-
-
-def test_a_slot_whose_process_is_refused_is_not_there() -> None:
-    """A later process of the lowest slot at its end differs from the others."""
-    there: Any = Others([])
-    there.slot = 2
-    peers = {1: peer_at(2, slot=1), 3: peer_at(2, slot=3, phase="ended")}
-    there.peers = lambda: peers
-    noloco = NolocoSettings(local_steps=10, deadline_seconds=6.0)
-    waiting = CatchUp(there, noloco, FederationSettings()).at_end(30)
-    assert waiting.look() is None
-    del peers[1]
-    assert waiting.look() is None
-    there.at = 6.0
-    end = waiting.look()
-    assert end is not None
-    assert end.left_out == {1: "is not there"}

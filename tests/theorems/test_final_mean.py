@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.federation import final_mean as module
-from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.codes import bytes_of
-from megatron_noloco.federation.final_mean import FINAL, FinalMean, _digest, _Leader, tree
+from megatron_noloco.federation.end_of_run import EndOfRun, _digest, tree
+from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.members import Members
 from megatron_noloco.federation.mesh import LostError, Member
 from megatron_noloco.federation.movement import alone
@@ -49,13 +49,13 @@ class End(NamedTuple):
 def end(members: Members, weight: float, done: int = 100, length: int = LENGTH) -> End:
     """Come to the end, as the trainer does: wait for the others, and average."""
     replica = replica_of(members, alone(length, bucket=BUCKET), deadline=DEADLINE)
-    waiting, found = CatchUp(members, *SETTINGS, 1000).at_end(done), None
+    end, found = EndOfRun(members, *SETTINGS, done, 1000), None
     while found is None:
-        found = waiting.look()
+        found = end.look()
         pause(members.mesh, 0.2)
-    if found.is_final:
+    if not found:
         return End(weight, (members.slot,), "", True)
-    mean = FinalMean(replica, found.left_out)
+    mean = FinalMean(replica, end)
     mean.begin(torch.full((length,), weight), (members.slot,), FINAL, "a test")
     (piece,) = mean.finish()
     assert mean.is_late or bool((piece.mean == piece.mean[0]).all())
@@ -73,7 +73,7 @@ def test_what_a_round_in_doubt_has_changed_is_in_the_mean() -> None:
 
     def one() -> Tensor:
         pause(first.mesh, 1.0)
-        mean = FinalMean(replica, {})
+        mean = FinalMean(replica, None)
         mean.begin(torch.ones(LENGTH), (0,), FINAL, "a test")
         return mean._vector
 
@@ -381,5 +381,4 @@ def test_a_proposal_that_is_no_tree_is_left_alone(parents: list[int]) -> None:
     for slot in slots[2:]:
         world.join(slot, 1)
     assert own.present()[0].mean.attempt == 1
-    leader = _Leader(own, {})
-    assert leader._proposed(0) is None
+    assert EndOfRun(own, *SETTINGS, 100)._proposed(0) is None

@@ -17,6 +17,7 @@ from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.movement import alone
 from megatron_noloco.federation.recovery import Offer, Recovery, States, _pieces, furthest
 from megatron_noloco.federation.states import NotTakenError, State
+from megatron_noloco.federation.statuses import FinalStatus
 from tests.kit.fleet import noise
 from tests.kit.layouts import MOST_RANKS, Layout, holdings_of, movements, scattered, size_of, two_layouts
 from tests.kit.memory_mesh import Message, World
@@ -116,6 +117,18 @@ def test_the_furthest_gives_its_state() -> None:
     assert found.taken.bytes == BYTES
     assert [state.step for state in found.kept.used] == [found.taken.step]
     assert found.lines == []
+
+
+def test_a_final_model_is_taken_before_other_states() -> None:
+    """Another replica that is late as well has a state after as many local steps, or after more."""
+
+    def has_final(members: Members) -> States:
+        members.change(mean=FinalStatus(final="0.1/1"))
+        return gives(members, Kept(), 7)
+
+    (found,) = run_givers(World(), [trainer(900), has_final])
+    assert found.taken is not None
+    assert found.taken.slot == 1
 
 
 def test_takers_that_ask_together_get_one_copy_each_in_turn() -> None:
