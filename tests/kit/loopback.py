@@ -35,7 +35,8 @@ class _Channels:
 
     def send(self, key: _Key, buffer: Tensor) -> None:
         with self._lock:
-            self._channels[key].sends.append(buffer.clone())
+            channel = self._channels[key]
+            channel.sends.append(buffer if channel.receives else buffer.clone())
             self._match(key)
 
     def _match(self, key: _Key) -> None:

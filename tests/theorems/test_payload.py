@@ -258,6 +258,9 @@ def test_blocks_that_do_not_fit_as_next_bits_are_sent_in_fp32(bits: int, group: 
     assert torch.equal(found[:, left_over], plain_means(vectors[:, left_over], group))
     (resent,) = {exchange.report.resent_elements for exchange in exchanges}
     assert resent >= 512
+    if len(group) == 2:
+        sent = message_bytes(5000, bits) + -(-resent // BLOCK) * (BLOCK * bits // 8 + 4) + 4 * len(left_over)
+        assert [exchange.report.bytes_sent for exchange in exchanges] == [sent] * 2
 
 
 @pytest.mark.parametrize("bits", BITS)
