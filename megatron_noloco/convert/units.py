@@ -262,6 +262,9 @@ def settle_intervals(draft: Draft, steps: int | None) -> None:
     facts = draft.facts
     if facts.log_every:
         draft.put("training.log_interval", _interval(facts.log_every, steps), "log_every")
+        draft.drop("facts.print_every", "logging_steps decides it")
+    elif facts.print_every:
+        draft.put("training.log_interval", _interval(facts.print_every, steps), "print_every")
     if facts.save_when == "steps" and facts.save_every:
         draft.put("checkpoint.save_interval", _interval(facts.save_every, steps), "save_when", "save_every")
     elif facts.save_when:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
 from megatron_noloco.config import RunConfig, saved_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -298,8 +299,10 @@ class TestInspectFederation:
             "leave some out, or give a step folder of each"
         )
         assert inspect(tmp_path) == (2, [], [line])
-        code, out, _ = inspect(first / "step_00000012", second / "step_00000004")
+        chosen = [first / "step_00000012", second / "step_00000004"]
+        code, out, _ = inspect(*chosen)
         assert (code, out[2]) == (0, "step: 12 (replica 0), 4 (replica 1) of 20")
+        assert str(find_ensemble(chosen)) == "replica 0 at step 12, replica 1 at step 4"
 
     def test_what_does_not_belong_together_is_refused(self, tmp_path: Path) -> None:
         one, two, three = (

@@ -299,6 +299,7 @@ def test_the_trainer_fills_in_what_deepspeed_leaves_to_it(folder: Path) -> None:
             "if [[ $M == mock ]] && [[ $A == 2 ]]; then A=3; fi\npython x.py --a $A",
             {"a": 1},
         ),
+        ('M=x\nif [ -n "$M" ] && [ $M != y ]; then A=1; fi\npython x.py --a $A', {"a": 1}),
         ("cat <<EOT > f\nit's --a 1\nEOT\npython x.py --b 2 > log", {"b": 2}),
         ('run="python x.py --a 1 &> log"\necho $run\neval $run', {"a": 1}),
         ("--a 1\n--b=2e-3 --c -1", {"a": 1, "b": 0.002, "c": -1}),
@@ -309,6 +310,31 @@ def test_a_script_is_read_as_a_shell_would(text: str, expected: dict[str, Any]) 
     script = Script(text)
     found = {name: [literal(word) for word in words] for name, words in options(script.arguments())}
     assert {name: words[0] if len(words) == 1 else words or True for name, words in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead", "field", "value"),
+    [
+        (
+            "--sequence-parallel",
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+            "parallel.virtual_pipeline_model_parallel_size",
+            2,
+        ),
+        ("--train-iters 40", "--train-tokens 327680", "training.train_iters", 160),
+        ("--adam-beta2 .95", "--optimizer sgd --sgd-momentum 0.8", "optimizer.params.momentum", 0.8),
+        ("--swiglu", "--swiglu --add-qkv-bias", "model.family", "qwen2"),
+    ],
+)
+def test_fields_that_follow_from_arguments(
+    argument: str, instead: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "llama.sh"
+    path.write_text((FILES / path.name).read_text().replace(argument, instead))
+    found: Any = convert([path]).content
+    for name in field.split("."):
+        found = found[name]
+    assert found == value
 
 
 def test_what_the_files_lack_is_named(folder: Path, tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ WRONG: list[tuple[str, str]] = [
     ("list.yaml", "- 1"),
     ("setup.sh", "echo hello"),
     ("own.json", json.dumps(SMALLEST)),
+    ("form.json", '{"gradient_clipping": 1,}'),
+    ("form.yaml", "output_dir: [a"),
+    ("deep.json", '{"optimizer": ' * 9999),
     # values
     ("kind.json", '{"train_micro_batch_size_per_gpu": "two", "gradient_clipping": 1}'),
     ("kind.txt", f"{MEGATRON}--lr-warmup-iters soon"),
@@ -32,7 +35,7 @@ WRONG: list[tuple[str, str]] = [
     ("kind.yaml", "output_dir: x\nlearning_rate: [1]"),
     ("kind_of_block.json", '{"optimizer": "Adam", "gradient_clipping": 1}'),
     ("scale.txt", f"{MEGATRON}--initial-loss-scale inf"),
-    ("style.txt", f"{MEGATRON}--lr-decay-style exotic"),
+    ("exotic.txt", f"{MEGATRON}--lr-decay-style exotic"),
     ("optimizer.json", '{"optimizer": {"type": "Lamb"}}'),
     ("auto.json", '{"train_batch_size": "auto"}'),
     ("rate.txt", f"{MEGATRON}--lr 1e-4 --min-lr 1e-3"),
@@ -61,6 +64,7 @@ WRONG: list[tuple[str, str]] = [
         "if [ -d a ] && [ 1 = 2 ] || [ 1 = 1 ]; then A=--bf16; fi\n"
         "if [ 1 = 2 ] || [ -d a ]; then A=--fp16; fi\npython x.py --lr 1 $A",
     ),
+    ("brackets.sh", "if ( [ 1 = 2 ] && [ -d a ] ); then A=--bf16; fi\npython x.py --lr 1 $A"),
     ("two.sh", "python a.py --lr 1\npython b.py --lr 2"),
 ]
 # Files of tests/other_programs, or with these contents, and options
@@ -71,11 +75,21 @@ SEVERAL = [
     "llama.sh --world-size 6",
     "llama.sh clipping.json",
     "llama.sh --config rest.json",
+    "llama.sh --config block.json",
     "llama.sh --output mine.json",
+    "nowhere.sh",
+    "samples.txt --world-size 4",
+    "style.txt",
+    "scheduler.json share.yaml",
 ]
 CONTENTS = {
     "clipping.json": '{"train_batch_size": 16, "gradient_clipping": 0.5, "bf16": {"enabled": true}}',
     "rest.json": '{"noloko": {"local_steps": 20}}',
+    "block.json": '{"model": 3}',
+    "samples.txt": "--train-tokens 4096\n--micro-batch-size 2\n--num-layers 2",
+    "style.txt": "--lr-decay-style cosine\n--lr 1",
+    "scheduler.json": '{"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 1}',
+    "share.yaml": "output_dir: a\nlogging_steps: 0.5\nnum_train_epochs: 1",
     "mine.json": "mine",
 }
 

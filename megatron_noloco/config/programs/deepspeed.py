@@ -28,7 +28,7 @@ _CARRIED: Words = {
     "torch_autocast": _AUTOCAST,
     "amp": _AUTOCAST,
     "data_types.grad_accum_dtype": Carried("data_types.grad_accum_dtype"),
-    "steps_per_print": Carried("training.log_interval"),
+    "steps_per_print": Carried("facts.print_every"),
     "tensorboard.enabled": Carried("tensorboard.enabled"),
     **within("wandb", same("wandb", "enabled project group team")),
 }
