@@ -115,14 +115,14 @@ def _cache(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.auto_tokenizer import build_tokenizer
     from megatron_noloco.data.indexed import read_indexed
-    from megatron_noloco.data.opening import notes_on, open_any
+    from megatron_noloco.data.opening import open_any
 
     tokenizer = build_tokenizer(_tokenizer(args))
     if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
         dataset = read_indexed(args.data)
     else:
         dataset = open_any(args.data, tokenizer)
-    say(*_report(dataset, tokenizer, args.samples), *filter(None, [notes_on(dataset)]))
+    say(*_report(dataset, tokenizer, args.samples), *filter(None, [dataset.notes]))
     return 0
 
 

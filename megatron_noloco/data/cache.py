@@ -84,7 +84,7 @@ class Entry(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.iterdir())
+        return _bytes_in(self.folder)
 
 
 def cache_folder(setting: str | None) -> Path:
@@ -249,11 +249,15 @@ def clear(folder: Path, digests: Sequence[str] = ()) -> int:
         chosen = _is_of_cache(path) and path.name.startswith(tuple(digests) or "")
         if chosen and not _is_being_made(folder, path.name[:_DIGITS]):
             if path.is_dir():
-                freed += Entry(path, Made(path.name)).bytes
+                freed += _bytes_in(path)
                 shutil.rmtree(path)
             else:
                 path.unlink()
     return freed
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _is_being_made(folder: Path, digest: str) -> bool:

@@ -71,15 +71,18 @@ class Corpus:
         folder = cache_folder(self.source.cache)
         outputs = {"training.output_dir": output_dir, "data.cache": folder}
         check_outside(outputs, Path(self.source.path), self.source.option)
-        if find_entry(folder, self.recipe.digest) is None:
+        if not self._is_made:
             check_writable(folder, "data.cache")
 
     def check_first(self) -> None:
         """Read and encode the first rows, unless the dataset is there; raises UserError if there are none."""
-        if find_entry(cache_folder(self.source.cache), self.recipe.digest) is None:
-            counts = Counts(lambda _: None)
-            if next(self._sequences(counts), None) is None:
-                raise self._empty(counts)
+        counts = Counts(lambda _: None)
+        if not self._is_made and next(self._sequences(counts), None) is None:
+            raise self._empty(counts)
+
+    @property
+    def _is_made(self) -> bool:
+        return find_entry(cache_folder(self.source.cache), self.recipe.digest) is not None
 
     def _files(self, counts: Counts) -> Iterator[Input]:
         """Yield the files that hold documents or records; counts the others."""

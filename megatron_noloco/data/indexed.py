@@ -68,6 +68,11 @@ class IndexedDataset(Dataset):
     document_bounds: np.ndarray
     made: Made | None = None
 
+    @property
+    def notes(self) -> str:
+        """What was read otherwise than it looks when it was made; "" if nothing was, or is known."""
+        return "" if self.made is None else self.made.notes.removeprefix("; ")
+
     def ends_with(self, token: int) -> bool:
         """Return whether any of its first documents ends with a token."""
         ends = self.offsets[self.document_bounds[1 : _FIRST_DOCUMENTS + 1]]

@@ -225,7 +225,7 @@ def open_whole(
     else:
         samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
     _check_tokens(samples, needs.vocab_size)
-    return samples, notes_on(dataset)
+    return samples, dataset.notes
 
 
 def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> IndexedDataset:
@@ -233,11 +233,6 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> Index
     if Path(f"{data}.idx").exists():
         return open_indexed(data, tokenizer)
     return corpus_of_any(data, tokenizer, cache).open()
-
-
-def notes_on(dataset: IndexedDataset) -> str:
-    """Return what was read otherwise than it looks when a dataset was made; "" where nothing was, or is known."""
-    return "" if dataset.made is None else dataset.made.notes.removeprefix("; ")
 
 
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:

@@ -225,10 +225,12 @@ def load_config_of(conversion: Conversion) -> RunConfig:
     return RunConfig(**conversion.content)
 
 
-def test_a_folder_of_hugging_face_gives_sizes_and_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json"])
+def test_a_folder_of_hugging_face_gives_sizes_and_weights(file: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=300).save_pretrained(tmp_path / "model")
     make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "model" / file)
     path = tmp_path / "finetune.yaml"
     name = str(tmp_path / "model")
     path.write_text((FILES / path.name).read_text().replace("example/small-model", name))
