@@ -57,6 +57,7 @@ from megatron_noloco.federation.mesh import (
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
 _AGAIN_SECONDS = 0.02  # between two requests for a piece that is not offered yet
+_ANSWER_SECONDS = 2.0  # without an answer a connection is closed, and the next one is slow at first
 _TICK_SECONDS = 0.25
 _MOST_REFUSED_HOSTS = 8
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
@@ -357,8 +358,8 @@ class HttpsCarrier(Carrier):
         """Learn all that a member wants of this one."""
         assert link.peer is not None
         wishes = dict(islice(wishes.items(), MOST_WISHES))
-        for number in link.granting.keys() - wishes.keys():
-            link.granting.pop(number).cancel()
+        for number in link.granting.keys() - wishes.keys():  # most are fulfilled: their answer is on its way
+            self._loop.call_later(_ANSWER_SECONDS, link.granting.pop(number).cancel)
         for number, name in wishes.items():
             if number not in link.granting and is_name(name):
                 link.granting[number] = self._spawn(self._grant(link.peer, name))

@@ -20,7 +20,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from megatron_noloco.federation import https_carrier, https_links, https_server, mesh
+from megatron_noloco.federation import https_carrier, https_client, https_links, https_server, mesh
 from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
@@ -174,6 +174,34 @@ def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:
     for one in opened:
         assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350
+
+
+def test_a_late_answer_costs_no_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The taker wishes no more for a piece that has come, and says so on the link before its answer arrives."""
+    take, opened = Answers._get, list[socket.socket]()
+
+    async def late(*arguments: Any) -> Any:
+        answer = await take(*arguments)
+        await asyncio.sleep(0.3)
+        return answer
+
+    def count(info: Any) -> socket.socket:
+        opened.append(https_server.open_socket(info))
+        return opened[-1]
+
+    monkeypatch.setattr(https_carrier, "_ANSWER_SECONDS", LONG)
+    monkeypatch.setattr(Answers, "_get", late)
+    monkeypatch.setattr(https_client, "open_socket", count)
+    taker = world.add(0)
+    giver = world.add(1, [taker])
+    world.meet()
+    for number in range(4):
+        exchange(giver, taker, f"small {number}")
+        exchange(giver, taker, f"large {number}", size=2**17)
+        time.sleep(0.5)  # until the answers have come
+        if number == 0:
+            first = len(opened)
+    assert len(opened) == first
 
 
 def _is_connected(opened: socket.socket) -> bool:
