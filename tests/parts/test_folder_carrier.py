@@ -568,7 +568,10 @@ def test_a_folder_that_was_removed_is_made_again(join_here: Federation, folder: 
 def test_a_folder_that_cannot_be_used_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     federation = Federation(lambda: Store.of((tmp_path / "file").as_uri()))
-    with pytest.raises(UserError, match=r"^federation.rendezvous: cannot write in /.*/file: File exists$"):
+    remedy = "; each job must be able to list, read and write there$"
+    with pytest.raises(
+        UserError, match=rf"^federation.rendezvous: cannot write in /.*/file: File exists{remedy}"
+    ):
         federation.join(0)
     files = FakeBucket()
     for kind in ("write", "list"):
