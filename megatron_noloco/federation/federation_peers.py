@@ -110,7 +110,10 @@ class FederationPeers:
                 mean = FinalMean(self._replica, end)
                 reports = self.outer.settle(mean, [(own,)], FINAL)
                 if not (mean.stopped or mean.is_late):
-                    seconds, lines = time.perf_counter() - started, tuple(map(_averaged, reports))
+                    seconds, lines = (
+                        time.perf_counter() - started,
+                        tuple(filter(None, map(_averaged, reports))),
+                    )
                     return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
                 is_found = None if mean.stopped else False
             if is_found is None:
@@ -265,7 +268,10 @@ def _taken_over(done: int, taken: Recovery, lines: tuple[str, ...] = ()) -> Boun
 
 
 def _averaged(report: ExchangeReport) -> str:
+    """Return a line on the mean at the end; "" where this job has met no other."""
     who = f"of replicas {', '.join(map(str, report.group))}"
     if len(report.group) == 1:
+        if not report.missed:
+            return ""
         who = "skipped: no other replica is there"
     return f" final average {who} |" + f" {report.missed} |" * bool(report.missed)

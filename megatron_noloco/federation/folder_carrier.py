@@ -123,7 +123,9 @@ class FolderCarrier(Carrier):
                 mesh, self._folder, self._seal, self._pace.resting, lambda there: self.see(there, there)
             )
         except OSError as error:
-            raise UserError(f"federation.rendezvous: {error}") from None
+            raise UserError(
+                f"federation.rendezvous: {error}; each job must be able to list, read and write there"
+            ) from None
         self._folder.start_workers()
         self._thread = self._folder.spawn(self._live)
 

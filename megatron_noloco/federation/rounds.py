@@ -22,7 +22,7 @@ verdict before.
 | who follows, before its "done" has come | skips the round; the verdict says so |
 | who follows, after that | counts the round; what it gave to the other is lost with the other's weights |
 | who decides, before its verdict | is in doubt, and skips the round once a later process of the slot is there |
-| who decides, after a verdict that nobody has heard | the same: it skips what the other has counted |
+| who decides, after a verdict that has not arrived | the same; the weights that have the mean are lost |
 
     leader:      chooses the partner: the planned one, or another replica without a partner (`pairing`)
     all ranks:   learn the partner, and begin to gather and to hand out (`gather`)
@@ -63,7 +63,7 @@ _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
 _MOST_WORD_BYTES = 1000
 _WHY_SECONDS = 1.0  # for the word on why a partner has withdrawn its buckets
-_REMEMBERED = 64  # verdicts of rounds with a replica, besides those of rounds that may be under way
+_REMEMBERED = 64  # words on rounds with a replica, besides those of rounds that may be under way
 _DOUBT_SECONDS = 3600.0  # for a partner that is away to come again
 _AVOIDED_ROUNDS = 10  # with a partner whose vector was refused
 _FARTHEST = 10.0  # norms of the own vector
@@ -153,13 +153,13 @@ class _Ledger:
         doubts: on the leader.
         changes: from the own vector to the mean, of each round in doubt; what this rank has of it.
         late: of rounds that count after all, by fragment: to be added to the next vector.
-        verdicts: names of pieces that are offered for partners in doubt, by slot, the oldest first.
+        words: names of "done" and verdicts, offered for partners that may be in doubt, by slot, oldest first.
     """
 
     doubts: list[_Doubt] = field(default_factory=list)
     changes: dict[int, Tensor] = field(default_factory=dict)
     late: dict[int, Tensor] = field(default_factory=dict)
-    verdicts: defaultdict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
+    words: defaultdict[int, deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
     def settle(self, settled: Mapping[int, bool], fragments: int) -> None:
         """Note what rounds have changed that count after all."""
@@ -247,6 +247,7 @@ class PairExchange:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica.
 
         Args:
+            vector: a copy, which the weights do not share; late changes are added to it.
             rounding: None, since pairs keep nothing.
         """
         replica, partners = self._replica, self._replica.partners
@@ -362,36 +363,13 @@ class _Round:
         word = mesh.begin(self._partner, name + ("done" if decides else "verdict"), is_sent=True)
 
         def why_not() -> str:
-            if isinstance(word.outcome, Blob) and bytes(word.outcome) != _YES:
-                return outside(bytes(word.outcome[:_MOST_WORD_BYTES]).decode(errors="replace"))
-            if patience.began == math.inf and self._is_past():
-                return NO_PART
-            return self._members.why_stopped()
+            if text := _why_no(word):
+                return text
+            return NO_PART if patience.began == math.inf and self._is_past() else self._members.why_stopped()
 
         patience = Patience(
             mesh, self._partner, lambda: self._begin_by, lambda: self._end_by, why_not=why_not
         )
-
-        def hear(counts: bool | None, seconds: float = 0.0) -> bool | None:
-            """Return what the partner's word says of the round: `counts` while no word has come.
-
-            Args:
-                seconds: for which a replica that is to stop waits for it.
-            """
-            nonlocal failure
-            until = mesh.clock() + seconds
-
-            def why_stopped() -> str:
-                return self._members.why_stopped() if mesh.clock() >= until else ""
-
-            for_word = Patience(mesh, self._partner, end_by=lambda: self._end_by, why_not=why_stopped)
-            try:
-                counts = bytes(mesh.result(word, for_word)) == _YES
-                failure = "" if counts else why_not()
-            except LostError as lost:
-                failure = str(lost)
-            return counts
-
         try:
             squared_norm = self._swap(name, patience)
             check_plausible(math.sqrt(squared_norm), self.report)
@@ -401,25 +379,47 @@ class _Round:
             if isinstance(caught, RefusedError):  # the partner's word says why, and may be on its way
                 mesh.wait(lambda: word.outcome is not None or why_not(), mesh.clock() + _WHY_SECONDS)
                 failure = why_not() or _GAVE_UP
-        if decides:
-            counts: bool | None = has_mean and hear(False)
-            self._say(name + "verdict", bool(counts), error)
-        else:
+        is_yes: bool | None = None  # the partner's word, which it says once it has the mean as well
+        if not decides:
             self._say(name + "done", has_mean, error)
-            counts = has_mean and hear(None, WORD_SECONDS)
+        if has_mean:
+            is_yes, failure = self._hear(word, 0.0 if decides else WORD_SECONDS)
+        if decides:
+            self._say(name + "verdict", bool(is_yes), error)
+        in_doubt = has_mean and is_yes is None and not decides
         mesh.cancel(word)
         mesh.withdraw(name + "b/")
-        if counts is None:
+        if in_doubt:
             self._replica.ledger.doubts.append(_Doubt(mesh, self._number, self._partner))
         self._members.end_round(self._number)
         seconds = time.perf_counter() - self.report.started
         waited = min(patience.began, mesh.clock()) - self._waits_since
         wait_seconds = max(0.0, waited) if math.isfinite(waited) else 0.0
-        if counts:
+        if is_yes:
             return _Outcome(True, wait_seconds=wait_seconds, seconds=seconds)
         self._avoid(error, patience)
         why = f"{':' * (failure == STOPPED)} {failure or 'skipped the round'}"
-        return _Outcome(False, why, counts is None, wait_seconds, seconds)
+        return _Outcome(False, why, in_doubt, wait_seconds, seconds)
+
+    def _hear(self, word: Fetch, seconds: float) -> tuple[bool | None, str]:
+        """Wait for the partner's word; return whether it is yes, and why not. None: it has not come.
+
+        Args:
+            seconds: for which a replica that is to stop waits for it all the same.
+        """
+        mesh, members = self._mesh, self._members
+        until = mesh.clock() + seconds
+        patience = Patience(
+            mesh,
+            self._partner,
+            end_by=lambda: self._end_by,
+            why_not=lambda: members.why_stopped() if mesh.clock() >= until else "",
+        )
+        try:
+            mesh.result(word, patience)
+        except LostError as lost:
+            return None, str(lost)
+        return not _why_no(word), _why_no(word)
 
     def _swap(self, name: str, patience: Patience) -> float:
         """Hand out the mean, bucket by bucket; return the squared norm of the own vector.
@@ -484,15 +484,15 @@ class _Round:
                 mesh.cancel(left)
         return squared_norm
 
-    def _say(self, name: str, counts: bool, error: Exception | None) -> None:
+    def _say(self, name: str, is_yes: bool, error: Exception | None) -> None:
         """Offer a word for good, so that a partner in doubt can ask later."""
-        verdicts = self._replica.ledger.verdicts[self._partner.slot]
+        words = self._replica.ledger.words[self._partner.slot]
         why = _NOT_ACCEPTED if isinstance(error, ImplausibleError) else _GAVE_UP
-        word = _YES if counts else getattr(error, "why", why).encode()
+        word = _YES if is_yes else getattr(error, "why", why).encode()
         self._mesh.offer(name, word, self._partner)
-        verdicts.append(name)
-        while len(verdicts) > _REMEMBERED + len(self._replica.movement.intervals):
-            self._mesh.withdraw(verdicts.popleft())
+        words.append(name)
+        while len(words) > _REMEMBERED + len(self._replica.movement.intervals):
+            self._mesh.withdraw(words.popleft())
 
     def _is_past(self) -> bool:
         """Return whether the partner will not begin this round any more."""
@@ -504,6 +504,13 @@ class _Round:
             self._partners.avoid(self._partner.slot, _AVOIDED_ROUNDS, str(error))
         elif patience.began == math.inf and self._mesh.clock() >= self._begin_by:
             self._partners.avoid(self._partner.slot, 1, "missed its last deadline")
+
+
+def _why_no(word: Fetch) -> str:
+    """Return what a partner's word says; "" where it is yes, or has not come."""
+    if not isinstance(word.outcome, Blob) or bytes(word.outcome) == _YES:
+        return ""
+    return outside(bytes(word.outcome[:_MOST_WORD_BYTES]).decode(errors="replace")) or _GAVE_UP
 
 
 def late_change(replica: Replica, length: int) -> Tensor | None:

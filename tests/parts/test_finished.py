@@ -59,7 +59,11 @@ def test_the_line_names_the_model_and_how_to_train_on(tmp_path: Path) -> None:
 def test_the_line_on_the_final_average_says_who_was_there() -> None:
     """A finished job that is started again finds nobody, and keeps the mean of several that it has."""
     assert _averaged(ExchangeReport((0, 3))) == " final average of replicas 0, 3 |"
-    assert _averaged(ExchangeReport((0,))) == " final average skipped: no other replica is there |"
+    without = "without replica 3, which is not there"
+    assert _averaged(ExchangeReport((0,), missed=without)) == (
+        f" final average skipped: no other replica is there | {without} |"
+    )
+    assert _averaged(ExchangeReport((0,))) == "", "this job has met no other"
 
 
 def test_a_job_that_finished_or_is_told_to_train_goes_on(tmp_path: Path) -> None:

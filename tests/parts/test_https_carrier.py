@@ -24,7 +24,7 @@ from megatron_noloco.federation import https_carrier, https_client, https_links,
 from megatron_noloco.federation.https_answers import Answers, is_name
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Identity, Keys, host_name
-from megatron_noloco.federation.mesh import LostError, Member, Mesh, RefusedError, StalledError
+from megatron_noloco.federation.mesh import Member, Mesh, StalledError
 from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
 from megatron_noloco.federation.visit import visit
 from megatron_noloco.settings import MOST_SLOTS
@@ -112,28 +112,11 @@ def exchange(giver: Someone, taker: Someone, name: str, size: int = 100) -> None
     giver.mesh.withdraw(name)
 
 
-def ask_and_offer(giver: Someone, taker: Someone, name: str) -> None:
-    """Check that a fetch waits for a piece, is repeatable, and is refused when it is withdrawn."""
-    fetch = taker.mesh.begin(giver.me, name)
-    time.sleep(0.1)
-    giver.mesh.offer(name, b"content")
-    assert taker.result(fetch) == b"content"
-    assert taker.mesh.fetch(giver.me, name, LONG) == b"content"
-    giver.mesh.withdraw(name)
-    with pytest.raises(RefusedError, match="withdrawn"):
-        taker.mesh.fetch(giver.me, name, LONG)
-    giver.mesh.offer("anothers", b"", to=Member(9, 9))
-    with pytest.raises(RefusedError, match="another member's"):
-        taker.mesh.fetch(giver.me, "anothers", LONG)
-
-
 def exchange_all(one: Someone, other: Someone) -> None:
-    """Exchange pieces of all kinds, both ways."""
+    """Exchange a small and a large piece, both ways."""
     for number, (giver, taker) in enumerate([(one, other), (other, one)]):
-        exchange(giver, taker, f"Odd näme?#%/{number}")
-        exchange(giver, taker, f"empty/{number}", 0)
+        exchange(giver, taker, f"small/{number}")
         exchange(giver, taker, f"large/{number}", 2**22 + 1)
-        ask_and_offer(giver, taker, f"late/{number}")
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
@@ -208,46 +191,6 @@ def _is_connected(opened: socket.socket) -> bool:
     with suppress(OSError):
         return bool(opened.getpeername())
     return False
-
-
-def test_statuses_follow_each_other_and_leaving_is_seen(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long before the lease."""
-    monkeypatch.setattr(https_links, "LEASE_SECONDS", 1000.0)
-    one = world.add(0)
-    other = world.add(1, [one])
-    hidden = world.add(2, [one], listens=False)
-    world.meet()
-    for step in range(20):
-        other.publish(step=step)
-        hidden.publish(step=step)
-    for member in (other.me, hidden.me):
-        until(lambda member=member: one.mesh.members()[member].step == 19)  # type: ignore[misc]
-    hidden.close()
-    until(lambda: one.sees(other) and other.sees(one))
-    assert one.mesh.known()[hidden.me].phase == "left"
-    world.members.remove(hidden)
-
-
-def test_nobody_reads_memory_of_a_withdrawn_piece(world: World) -> None:
-    one = world.add(0)
-    other = world.add(1, [one])
-    world.meet()
-    for number in range(6):
-        content = bytearray(os.urandom(2**25))
-        original = bytes(content)
-        giver, taker = (one, other) if number % 2 else (other, one)
-        giver.mesh.offer("large", content, to=taker.me)
-        fetch = taker.mesh.begin(giver.me, "large")
-        until(lambda giver=giver, taker=taker: giver.me.slot in taker.mesh.moved)  # type: ignore[misc]
-        giver.mesh.withdraw("large")
-        content[:] = bytes(len(content))
-        with suppress(LostError):
-            assert taker.result(fetch, 1.0) == original
-        taker.mesh.cancel(fetch)
-        taker.mesh.moved.clear()
-        exchange(giver, taker, f"next/{number}")
 
 
 @pytest.mark.parametrize("giver_acts", [True, False])
