@@ -64,37 +64,31 @@ def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> str:
         keys: of rows, one of which is read.
         rows_alone: whether texts are not read.
     """
-    path, name, text, found = (
-        item.path,
-        unpacked_name(item.path),
-        item.kind == "text",
-        item.folder is not None,
-    )
-    if not path.exists():
+    if not item.path.exists():
         return "link{} to nowhere"
-    head = first_bytes(path, len(_LFS_POINTER))
+    head = first_bytes(item.path, len(_LFS_POINTER))
     if not without_mark(head):
         return "empty file{}"
-    if command := _UNPACK.get(path.suffix.lower()):
-        reason = f"file{{}} of {path.suffix}, which `{command}` unpacks"
-    elif name.endswith((".csv", ".tsv")):
-        reason = "file{} of CSV or TSV, write the rows as JSON lines or Parquet"
-    elif head == _LFS_POINTER:
-        reason = POINTERS
-    elif found and text and rows_alone:
-        reason = "file{} without records"
-    elif found and text and text_problem(path):
-        reason = "file{} not in UTF-8"
-    elif text and first_object(path) is not None:
-        reason = "file{} of JSON lines, to be named *.jsonl"
-    elif found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
-        other = "" if rows_alone else f", {OTHER_KEY}"
-        reason = f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}"
-    else:
-        return ""
-    if not found:
-        raise UserError(f"{path}: {reason.format('')}")
+    reason = next(filter(None, _reasons(item, head, keys, rows_alone)), "")
+    if reason and item.folder is None:
+        raise UserError(f"{item.path}: {reason.format('')}")
     return reason
+
+
+def _reasons(item: Input, head: bytes, keys: Collection[str], rows_alone: bool) -> Iterator[str]:
+    """Yield why a file with content is not read, "" for what does not hold; see `why_left_out`."""
+    path, name, found = item.path, unpacked_name(item.path), item.folder is not None
+    other = "" if rows_alone else f", {OTHER_KEY}"
+    if command := _UNPACK.get(path.suffix.lower()):
+        yield f"file{{}} of {path.suffix}, which `{command}` unpacks"
+    yield "file{} of CSV or TSV, write the rows as JSON lines or Parquet" * name.endswith((".csv", ".tsv"))
+    yield POINTERS * (head == _LFS_POINTER)
+    if item.kind == "text":
+        yield "file{} without records" * (found and rows_alone)
+        yield "file{} not in UTF-8" * (found and text_problem(path) != "")
+        yield "file{} of JSON lines, to be named *.jsonl" * (first_object(path) is not None)
+    elif found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
+        yield f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}"
 
 
 def split_of(item: Input) -> str | None:

@@ -164,12 +164,11 @@ def _between_documents(bounds: list[int], documents: np.ndarray) -> int:
         documents: the first sequence of each document, and the end.
     """
     start, border, stop, _ = bounds
-    nearest = int(documents[np.abs(documents - border).argmin()])
-    return (
-        nearest
-        if nearest - start >= (border - start) / 2 and stop - nearest >= (stop - border) / 2
-        else border
-    )
+    place = int(np.searchsorted(documents, border))
+    edges = documents[max(0, place - 1) : place + 1].tolist()
+    nearest = min(edges, key=lambda edge: abs(edge - border))
+    halves_remain = 2 * (nearest - start) >= border - start and 2 * (stop - nearest) >= stop - border
+    return nearest if halves_remain else border
 
 
 def check_source(source: Source, tokenizer: Tokenizer, output_dir: Path) -> None:

@@ -152,7 +152,7 @@ def check_export(source: ModelSource, output: Path) -> float:
     model is loaded from the checkpoint, not from the export, and rounded like the export. Raises UserError where
     the export cannot be imported again.
     """
-    PretrainedWeights(output, ModelFolder(output, finished=False).architecture).close()
+    PretrainedWeights(output, ModelFolder(output).architecture).close()
     rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
     reader = source.reader()
     difference = check_logits(

@@ -28,15 +28,18 @@ class ModelFolder:
         tokenizer: see `_tokenizer`.
     """
 
-    def __init__(self, path: Path, finished: bool = True) -> None:
-        """Raise UserError for an export that was not checked, or failed the check, unless `finished` is False."""
-        if finished and (path / UNFINISHED).exists():
-            raise UserError(
-                f"{path / UNFINISHED}: this export ended before its check, or failed it; export the model again, "
-                "or remove the file to use the folder as it is"
-            )
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.tokenizer = cache(self._tokenizer)
+
+    def check_finished(self) -> None:
+        """Raise UserError for an export that was not checked, or failed the check."""
+        mark = self.path / UNFINISHED
+        if mark.exists():
+            raise UserError(
+                f"{mark}: this export ended before its check, or failed it; export the model again, or remove the "
+                "file to use the folder as it is"
+            )
 
     @cached_property
     def config(self) -> Any:
@@ -68,6 +71,7 @@ class ModelFolder:
     @property
     def sizes(self) -> dict[str, Any]:
         """The values of the fields of a block `model` that all families have; raises UserError."""
+        self.check_finished()
         given = model_fields(self.architecture)
         return {name: value for name, value in given.items() if not families_with(name)}
 
@@ -121,6 +125,7 @@ class ModelFolder:
             tokenizer: of the run.
             cache: see `TokenizerChoice`.
         """
+        self.check_finished()
         ours = model_fields(architecture)
         lines = [
             f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in "

@@ -59,7 +59,7 @@ class ModelSource:
 def hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> ModelFolder | None:
     """Return the Hugging Face folder that a model is; None: it is a checkpoint.
 
-    Raises UserError for several folders, for one with another `tokenizer`, and as `ModelFolder` does.
+    Raises UserError for several folders, for one with another `tokenizer`, and for one that is not finished.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may have a config.json
@@ -69,7 +69,9 @@ def hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> ModelFolder |
         raise UserError(f"{first}: a Hugging Face folder is one model; give it alone")
     if tokenizer is not None:
         raise UserError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
-    return ModelFolder(first)
+    folder = ModelFolder(first)
+    folder.check_finished()
+    return folder
 
 
 def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = None) -> ModelSource:

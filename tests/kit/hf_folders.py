@@ -1,12 +1,13 @@
 """Models of every family with random weights, as Hugging Face folders."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_noloco.model.architecture import Architecture
@@ -73,6 +74,18 @@ def exported(weights: dict[str, Tensor], model: Architecture) -> dict[str, Tenso
 
 def hf_config(model: Architecture) -> dict[str, Any]:
     return FAMILIES[model.family].hf_config(model, "bfloat16")
+
+
+def change_weights(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """Return what changes the weights of a folder, which lie in one file."""
+
+    def changed(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        whole = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+        save_file(whole, folder / "model.safetensors", {"format": "pt"})
+
+    return changed
 
 
 def write_folder(folder: Path, model: Architecture, weights: dict[str, Tensor] | None = None) -> Path:

@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -44,6 +44,7 @@ from tests.kit.hf_folders import (
     MODELS,
     VOCABULARY,
     YARN,
+    change_weights,
     exported,
     hf_config,
     make_model,
@@ -249,15 +250,6 @@ def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-
-
-def change_weights(change: Callable[[dict[str, Tensor]], object]) -> Spoil:
-    def spoil(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file({name: held.clone() for name, held in weights.items()}, folder / "model.safetensors")
-
-    return spoil
 
 
 def change_weight(name: str, change: Callable[[Tensor], Tensor]) -> Spoil:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.huggingface import export
 from tests.kit.checkpoints import flip_a_bit
 from tests.kit.golden import check
+from tests.kit.hf_folders import change_weights
 from tests.kit.models import assert_equal, exported, imported, load, logits_there, save
 from tests.kit.ranks import call, refusal_of, run_ranks
 from tests.kit.tiny import (
@@ -82,22 +83,12 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return folder, run_ranks(6, save, raw, STEPS, [None, 1.5, 2.0])
 
 
-def spoil_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        weights = load(folder)
-        change(weights)
-        whole = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(whole, folder / "model.safetensors", {"format": "pt"})
-
-    return spoil
-
-
 Q = "model.layers.3.self_attn.q_proj.weight"
 WRONG = {
-    "the wrong rotary convention": spoil_weights(
+    "the wrong rotary convention": change_weights(
         lambda w: w.update({Q: w[Q].view(4, 2, 4, 32).transpose(1, 2).reshape(32, 32)})
     ),
-    "not a number": spoil_weights(lambda w: w.update({Q: w[Q] * math.nan})),
+    "not a number": change_weights(lambda w: w.update({Q: w[Q] * math.nan})),
 }
 
 
