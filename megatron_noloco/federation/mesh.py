@@ -142,7 +142,7 @@ class Offers:
             elif sum(other == taker for other, _ in self._wishes) >= MOST_WISHES:
                 wish.cancel()
             else:
-                earlier = self._wishes.pop((taker, name), None)
+                earlier = self._wishes.get((taker, name))
                 self._wishes[taker, name] = wish
                 wish.add_done_callback(lambda _: self._forget(name, taker, wish))
         if earlier is not None:
@@ -157,6 +157,13 @@ class Offers:
         with self._lock:
             if self._wishes.get((taker, name)) is wish:
                 del self._wishes[taker, name]
+
+    def forget(self, is_gone: Callable[[Member], bool]) -> None:
+        """Forget the wishes of takers that are gone."""
+        with self._lock:
+            wishes = [self._wishes.pop(one) for one in list(self._wishes) if is_gone(one[0])]
+        for wish in wishes:
+            wish.cancel()
 
     def takers(self, prefix: str) -> list[tuple[Member, str]]:
         """Return who waits for pieces whose names begin so, the longest wait first."""
@@ -512,7 +519,10 @@ class Mesh:
         self.moved[other.slot] = self.clock()
 
     def follow_members(self) -> None:
-        """Ask for what is awaited over the carriers that reach its givers by now; wake waiting threads."""
+        """Ask for what is awaited over the carriers that reach its givers by now, and forget the wishes of takers
+        that are gone; wake waiting threads.
+        """
+        self.offers.forget(lambda taker: not self.reaches(taker))
         with self._changed:
             awaited = list(self._fetches.values())
         for fetch in awaited:
