@@ -105,7 +105,7 @@ class FederationPeers:
             now.part("waiting for the other replicas at the end")
             end = self._membership.end_of_run(done)
             is_found = self._give_until(done, lambda: end.look() if end else None)
-            self._states.trains_from(0)
+            self._states.can_give(0)
             if is_found:
                 mean = FinalMean(self._replica, end)
                 reports = self.outer.settle(mean, [(own,)], FINAL)
@@ -211,11 +211,11 @@ class FederationPeers:
 
     def stay(self, done: int) -> None:
         """Give the final model to replicas that were lost, and come back within the time of a start."""
-        self._states.trains_from(done)
+        self._states.can_give(done)
         until = time.monotonic() + self._membership.back_seconds
         now.part("giving the final model to replicas that come back")
         self._give_until(done, lambda: None if self._is_awaited(until) else True)
-        self._states.trains_from(0)
+        self._states.can_give(0)
 
     def _is_awaited(self, until: float) -> bool:
         """Return whether a replica may still want the final model."""

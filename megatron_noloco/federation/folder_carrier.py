@@ -106,7 +106,6 @@ class FolderCarrier(Carrier):
         self._seals = dict[Member, Seal]()
         self._lock, self._stir, self._closing = threading.RLock(), threading.Event(), threading.Event()
         self._watches = dict[str, _Watch]()  # by file
-        self._wishes = dict[tuple[Member, str], Future[Piece]]()
         self._writing = set[tuple[Member, str]]()
         self._unneeded = set[str]()  # files of the own inbox
 
@@ -193,9 +192,6 @@ class FolderCarrier(Carrier):
         for file, watch in come.items():
             self._folder.submit(partial(self._take, file, watch))
         heard = [file for file in files if self._hear(file)]
-        for (taker, _), wish in list(self._wishes.items()):
-            if taker not in self.reached:
-                wish.cancel()
         return bool(come or heard)
 
     def _remove_unneeded(self) -> None:
@@ -271,13 +267,10 @@ class FolderCarrier(Carrier):
         except ValueError:  # is not from whom it claims
             return False
 
-        if (taker, name) not in self._wishes:
-            self._wishes[taker, name] = wish = self.mesh.offers.wish(name, taker)
-            wish.add_done_callback(partial(self._answer, taker, name))
+        self.mesh.offers.wish(name, taker).add_done_callback(partial(self._answer, taker, name))
         return True
 
     def _answer(self, taker: Member, name: str, wish: "Future[Piece]") -> None:
-        self._wishes.pop((taker, name), None)
         try:
             self._give(taker, name, wish.result())
         except RefusedError as error:

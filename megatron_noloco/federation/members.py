@@ -7,6 +7,7 @@ Of two processes of one slot the later process wins: the earlier ends with a lin
 """
 
 import json
+import math
 import sys
 import threading
 import time
@@ -155,6 +156,7 @@ class Members:
         found = dict[int, Peer]()
         for member, status in known.items():
             if member.slot != self.slot and self._may_exchange(member, status):
+                self._keep_rows(member, status)
                 present = member in there
                 found[member.slot] = Peer(member, status, present, present and self.mesh.reaches(member))
         return found
@@ -175,7 +177,7 @@ class Members:
         return found
 
     def _may_exchange(self, member: Member, status: PeerStatus) -> bool:
-        """Return whether the two jobs may exchange; say in what they differ, and take new rows."""
+        """Return whether the two jobs may exchange; say in what they differ."""
         own = self.status
         names = differences(own.digests, status.digests) if status.kind == own.kind else ""
         if names:
@@ -186,13 +188,16 @@ class Members:
                 f"replica {member.slot} has {status.batch} samples in a local step, this replica {own.batch}; in "
                 "a mean both count the same"
             )
+        return True
+
+    def _keep_rows(self, member: Member, status: PeerStatus) -> None:
+        """Keep the rows of another replica that are new; see `rows`."""
         with self._lock:
             last = self._taken.get(member.slot, (member, 0))
             for number, text in status.rows:
                 if (member, number) > last:
                     last = self._taken[member.slot] = member, number
                     self._came.append((member.slot, text))
-        return True
 
     # To stop, and to fail
 
@@ -207,8 +212,9 @@ class Members:
 
     @property
     def seconds_to_leave(self) -> float:
-        """Seconds that a round may still take though this job was asked to stop; 0.0: no such time was set."""
-        return max(0.0, self._leaves_at - time.monotonic())
+        """Seconds that a round may take before this job leaves; inf: `leave_in` has set no such time."""
+        seconds = self._leaves_at - time.monotonic()
+        return seconds if seconds > 0.0 else math.inf
 
     def why_stopped(self) -> str:
         """Return why no round goes on; "" while rounds do."""

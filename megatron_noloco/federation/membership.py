@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-import torch.distributed as dist
 
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.catch_up import CatchUp
@@ -23,7 +22,7 @@ from megatron_noloco.federation.recovery import States
 from megatron_noloco.federation.rounds import Replica
 from megatron_noloco.federation.statuses import PeerStatus
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.agreement import broadcast_from_rank_0, computed_by_rank_0
+from megatron_noloco.job.agreement import computed_by_rank_0
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
@@ -97,12 +96,12 @@ class Membership:
 
         Raises UserError where the rendezvous has only led to jobs with which a new job can never exchange.
         """
-        self.states.trains_from(done)
-        came, refusal = computed_by_rank_0(partial(self._wait_for_others, done))
-        if refusal:
+        self.states.can_give(done)
+        try:
+            return computed_by_rank_0(partial(self._wait_for_others, done), UserError)
+        except UserError:
             self.leave()
-            raise UserError(refusal)
-        return came
+            raise
 
     def finds_trained(self) -> bool:
         """Wait half a minute for a replica that has trained; return whether it came, or this job is to stop.
@@ -119,8 +118,8 @@ class Membership:
             lambda: self.leader.wait(is_there, TOGETHER_SECONDS) or self.leader.is_leaving
         )
 
-    def _wait_for_others(self, done: int) -> tuple[bool, str]:
-        """Wait for others at the start; return whether enough came, and why no other can."""
+    def _wait_for_others(self, done: int) -> bool:
+        """Wait for others at the start; return whether enough came. Raises UserError where no other can."""
         members, others = self.leader, self.federation.start_with - 1
 
         def are_there(least: int) -> bool:
@@ -133,7 +132,7 @@ class Membership:
 
         members.wait(lambda: are_there(max(1, others)), FIRST_SECONDS)
         if (refusal := members.mesh.refusal) and not members.peers() and not done:
-            return False, refusal
+            raise UserError(refusal)
         seconds = TOGETHER_SECONDS if done else START_SECONDS
         if not can_start():
             enough = f"federation.start_with = {others + 1} replicas"
@@ -146,7 +145,7 @@ class Membership:
             return all(peer.reached or (is_hidden and peer.status.hidden) for peer in peers)
 
         members.wait(are_reached, FIRST_SECONDS)
-        return came or members.is_leaving or done > 0, ""
+        return came or members.is_leaving or done > 0
 
     @property
     def leader(self) -> Members:
@@ -198,15 +197,16 @@ def join_federation(
     Raises UserError for a rendezvous or a key file that is none, for a folder that it may not write, and where it
     cannot listen; OSError where its address cannot be announced for another reason.
     """
-    members, problem = None, None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    members = list[Members]()
+
+    def open_network() -> None:
         try:
-            members = network_of(federation, noloco, alike).open(place.replica, stopped)
-        except (ValueError, OSError) as error:
-            problem = UserError(str(error)) if isinstance(error, PermissionError) else error
-    if (found := broadcast_from_rank_0(problem)) is not None:
-        raise found
-    return Membership(members, place, noloco, federation, steps)
+            members.append(network_of(federation, noloco, alike).open(place.replica, stopped))
+        except PermissionError as error:
+            raise UserError(str(error)) from None
+
+    computed_by_rank_0(open_network, ValueError, OSError)
+    return Membership(members[0] if members else None, place, noloco, federation, steps)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: RunIdentity) -> Network:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -95,30 +95,29 @@ class Offers:
     def __init__(self, wake: Callable[[], object]) -> None:
         self._lock, self._wake = threading.Lock(), wake
         self._pieces: dict[str, Piece] = {}
-        self._wishes: dict[str, list[tuple[Member, Future[Piece]]]] = {}
-        self._of_taker = Counter[Member]()  # wishes
+        self._wishes: dict[tuple[Member, str], Future[Piece]] = {}  # the longest wait first
         self._withdrawn: deque[str] = deque(maxlen=_REMEMBERED)
 
     def offer(self, name: str, piece: Piece) -> set[Member]:
         """Offer a piece; return who has waited for it."""
         with self._lock:
             self._pieces[name] = piece
-            wishes = self._wishes.pop(name, [])
-        for taker, wish in wishes:
+            takers = [taker for taker, wished in self._wishes if wished == name]
+            wishes = {taker: self._wishes.pop((taker, name)) for taker in takers}
+        for taker, wish in wishes.items():
             _settle(wish, piece if piece.to in (None, taker) else RefusedError(_ANOTHERS))
-        return {taker for taker, _ in wishes}
+        return {*wishes}
 
     def withdraw(self, prefix: str) -> None:
         """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
         with self._lock:
             self._withdrawn.append(prefix)
             gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
-            refused = [self._wishes.pop(name) for name in list(self._wishes) if name.startswith(prefix)]
+            refused = [self._wishes.pop(one) for one in list(self._wishes) if one[1].startswith(prefix)]
         for piece in gone:
             piece.withdraw()
-        for wishes in refused:
-            for _, wish in wishes:
-                _settle(wish, RefusedError(_WITHDRAWN))
+        for wish in refused:
+            _settle(wish, RefusedError(_WITHDRAWN))
 
     def release(self, name: str) -> None:
         """Remove a piece that nobody will ask for again."""
@@ -130,21 +129,24 @@ class Offers:
     def wish(self, name: str, taker: Member) -> "Future[Piece]":
         """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten.
 
-        Cancelled already where the taker waits for too many pieces: it may ask again later.
+        Cancelled already where the taker waits for too many pieces: it may ask again later. So is its earlier wish
+        for the same piece.
         """
-        wish = Future[Piece]()
+        wish, earlier = Future[Piece](), None
         found: Piece | RefusedError | None = None
         with self._lock:
             if (piece := self._pieces.get(name)) is not None:
                 found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
             elif any(map(name.startswith, self._withdrawn)):
                 found = RefusedError(_WITHDRAWN)
-            elif self._of_taker[taker] >= MOST_WISHES:
+            elif sum(other == taker for other, _ in self._wishes) >= MOST_WISHES:
                 wish.cancel()
             else:
-                self._wishes.setdefault(name, []).append((taker, wish))
-                self._of_taker[taker] += 1
+                earlier = self._wishes.get((taker, name))
+                self._wishes[taker, name] = wish
                 wish.add_done_callback(lambda _: self._forget(name, taker, wish))
+        if earlier is not None:
+            earlier.cancel()
         if found is None:
             self._wake()
         else:
@@ -153,23 +155,20 @@ class Offers:
 
     def _forget(self, name: str, taker: Member, wish: "Future[Piece]") -> None:
         with self._lock:
-            self._of_taker[taker] -= 1
-            if not self._of_taker[taker]:
-                del self._of_taker[taker]
-            if (taker, wish) in (wishes := self._wishes.get(name, [])):
-                wishes.remove((taker, wish))
-                if not wishes:
-                    del self._wishes[name]
+            if self._wishes.get((taker, name)) is wish:
+                del self._wishes[taker, name]
+
+    def forget(self, is_gone: Callable[[Member], bool]) -> None:
+        """Forget the wishes of takers that are gone."""
+        with self._lock:
+            wishes = [self._wishes.pop(one) for one in list(self._wishes) if is_gone(one[0])]
+        for wish in wishes:
+            wish.cancel()
 
     def takers(self, prefix: str) -> list[tuple[Member, str]]:
         """Return who waits for pieces whose names begin so, the longest wait first."""
         with self._lock:
-            return [
-                (taker, name)
-                for name, wishes in self._wishes.items()
-                if name.startswith(prefix)
-                for taker, _ in wishes
-            ]
+            return [one for one in self._wishes if one[1].startswith(prefix)]
 
 
 def _settle(wish: "Future[Piece]", found: "Piece | RefusedError") -> None:
@@ -520,7 +519,10 @@ class Mesh:
         self.moved[other.slot] = self.clock()
 
     def follow_members(self) -> None:
-        """Ask for what is awaited over the carriers that reach its givers by now; wake waiting threads."""
+        """Ask for what is awaited over the carriers that reach its givers by now, and forget the wishes of takers
+        that are gone; wake waiting threads.
+        """
+        self.offers.forget(lambda taker: not self.reaches(taker))
         with self._changed:
             awaited = list(self._fetches.values())
         for fetch in awaited:

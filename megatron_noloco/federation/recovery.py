@@ -97,6 +97,7 @@ class States:
     """
 
     movement: Movement
+    _answer: Blob | LostError
 
     def __init__(self, members: Members | None, steps: int | None = None) -> None:
         self._members, self._steps = members, steps
@@ -106,11 +107,8 @@ class States:
 
     # To give
 
-    def trains_from(self, done: int) -> None:
-        """Offer the state that this job will have at its first boundary, after `done` local steps.
-
-        0: there is no further boundary.
-        """
+    def can_give(self, done: int) -> None:
+        """Tell the others that this replica can give its state after `done` local steps; 0: it gives none."""
         if self._members is not None:
             self._members.step = done
             self._members.change()
@@ -147,7 +145,7 @@ class States:
     def close(self) -> None:
         """Give nothing more, and end what is given."""
         self._closed = True
-        self.trains_from(0)
+        self.can_give(0)
         if self._giving is not None:
             wait([self._giving], _CLOSE_SECONDS)
 
@@ -205,21 +203,21 @@ class States:
         given_up = set[int]()
         while True:
             started = time.monotonic()
-            found = computed_by_rank_0(partial(self._find, least, given_up))
-            if found is None:
+            giver = computed_by_rank_0(partial(self._find, least, given_up))
+            if giver is None:
                 return None
-            giver, offer = found
             try:
+                offer = computed_by_rank_0(partial(self._read, least), NotTakenError)
                 size = self._take(giver, offer, keeper)
             except NotTakenError as error:
                 given_up.add(giver.slot)
                 if self._members is not None:
                     tell(outside(f"the state of replica {giver.slot} was not taken over: {error}"))
             else:
-                return Recovery(giver.slot, cast(Offer, offer).step, size, time.monotonic() - started)
+                return Recovery(giver.slot, offer.step, size, time.monotonic() - started)
 
-    def _find(self, least: int, given_up: Collection[int]) -> tuple[Member, Offer | str] | None:
-        """Ask for a state; return what the first giver offers, or why that is nothing. On the leader.
+    def _find(self, least: int, given_up: Collection[int]) -> Member | None:
+        """Ask for a state; return who has answered first, with `_answer`. On the leader.
 
         None: there is no state to take, or this job is to stop. A giver that is lost may come back for a minute.
         """
@@ -246,12 +244,14 @@ class States:
                 )
                 for slot, (fetch, patience) in list(asked.items()):
                     if fetch.outcome is not None:
-                        return fetch.giver, self._read(fetch.outcome, least)
+                        self._answer = fetch.outcome
+                        return fetch.giver
                     try:
                         patience.check()
                     except LostError:
                         if mesh.reaches(fetch.giver):
-                            return fetch.giver, "its turn does not come"
+                            self._answer = LostError("its turn does not come")
+                            return fetch.giver
                         mesh.cancel(asked.pop(slot)[0])
             return None
         finally:
@@ -269,41 +269,37 @@ class States:
         found.sort(key=lambda slot: not peers[slot].status.mean.final)  # where there is a final model, that
         return {slot: peers[slot].member for slot in found}
 
-    def _read(self, outcome: Blob | LostError | None, least: int) -> Offer | str:
-        """Return an offer, or why there is none."""
-        if isinstance(outcome, LostError):
-            return line_of(outcome)
-        if not outcome:
-            return "cannot give its state"
+    def _read(self, least: int) -> Offer:
+        """Return the offer that has come; raises NotTakenError where it is none. On the leader."""
+        answer = self._answer
+        if isinstance(answer, LostError):
+            raise NotTakenError(line_of(answer))
+        if not answer:
+            raise NotTakenError("cannot give its state")
         try:
-            offer = _OFFER.validate_json(bytes(outcome) if len(outcome) <= _LONGEST_OFFER else b"")
-            check_step(offer.step, least, self._steps)
+            offer = _OFFER.validate_json(bytes(answer) if len(answer) <= _LONGEST_OFFER else b"")
         except ValidationError:
-            return "what it offers is no state"
-        except NotTakenError as error:
-            return str(error)
+            raise NotTakenError("what it offers is no state") from None
+        check_step(offer.step, least, self._steps)
         return offer
 
-    def _take(self, giver: Member, offer: Offer | str, keeper: StateAdapter) -> int:
+    def _take(self, giver: Member, offer: Offer, keeper: StateAdapter) -> int:
         """Take a state, as a whole; return its bytes on this rank.
 
         A collective; raises NotTakenError on all ranks.
         """
-        if isinstance(offer, str):
-            raise NotTakenError(offer)
         gather = Gather(self.movement, _TAKING)
         vectors = agreed(lambda: keeper.allocate(offer.facts, offer.vectors))
         with _finishing([gather.whole(None, vectors[name]) for name in offer.vectors]) as transfers:
             receive = partial(self._receive, giver, offer, cast(Sequence[Leader], transfers))
-            rest, why = computed_by_rank_0(receive)
-        if why:
-            raise NotTakenError(why)
+            rest = computed_by_rank_0(receive, NotTakenError)
         agreed(lambda: keeper.load(State(offer.step, offer.facts, vectors, rest)))
         return sum(vector.nbytes for vector in vectors.values()) + len(rest)
 
-    def _receive(self, giver: Member, offer: Offer, transfers: Sequence[Leader]) -> tuple[bytes, str]:
-        """Fetch a state, and hand its vectors out; return what is no vector, and why it has not come. On the
-        leader.
+    def _receive(self, giver: Member, offer: Offer, transfers: Sequence[Leader]) -> bytes:
+        """Fetch a state, and hand its vectors out; return what is no vector. On the leader.
+
+        Raises NotTakenError where it does not come as a whole.
         """
         sizes = [min(_REST_BYTES, offer.rest - start) for start in range(0, offer.rest, _REST_BYTES)]
         buckets = [(transfer, at) for transfer in transfers for at in range(len(transfer.buckets))]
@@ -324,10 +320,10 @@ class States:
             with suppress(LostError):  # it may be withdrawn at once: the wish says that all has come
                 mesh.fetch(giver, f"{base}{number}")
         except UnequalError:
-            return b"", "it has another length than it says"
+            raise NotTakenError("it has another length than it says") from None
         except LostError as error:
-            return b"", line_of(error)
-        return bytes(rest), ""
+            raise NotTakenError(line_of(error)) from None
+        return bytes(rest)
 
     def _fetch(self, giver: Member, base: str, number: int) -> Iterator[Blob]:
         """Yield pieces in order. Raises LostError; a giver that was lost for less than a minute goes on."""

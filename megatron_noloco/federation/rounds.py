@@ -350,7 +350,7 @@ class _Round:
 
     def set_deadline(self, seconds: float) -> None:
         """Give the partner so many seconds to begin, and the round `noloco.deadline_seconds` to end."""
-        limit = self._members.seconds_to_leave or math.inf
+        limit = self._members.seconds_to_leave
         now = self._waits_since = self._mesh.clock()
         self._begin_by = now + min(seconds, limit)
         self._end_by = now + min(self._partners.longest_seconds, limit)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,20 +41,29 @@ def broadcast_from_rank_0(value: Value) -> Value:
     return value if _is_alone() else _broadcast(value)
 
 
-def computed_by_rank_0(find: Callable[[], Value]) -> Value:
+def computed_by_rank_0(find: Callable[[], Value], *errors: type[Exception]) -> Value:
     """Return on every rank what `find` returns on rank 0, which may wait for as long as it likes. A collective.
 
     The other ranks hear from rank 0 every few seconds, so that their waits never come to the group's time-out.
+
+    Args:
+        errors: are raised on every rank where `find` raises them on rank 0. Any other one ends rank 0.
     """
     if _is_alone():
         return find()
-    found: tuple[Value] | None = None
+    found: tuple[Value | None, Exception | None] | None = None
     if dist.get_rank() == 0:
         with _heartbeat():
-            found = (find(),)
+            try:
+                found = find(), None
+            except errors as error:
+                found = None, error
     while (told := _broadcast(found)) is None:
         pass
-    return told[0]
+    value, raised = told
+    if raised is not None:
+        raise raised
+    return cast(Value, value)
 
 
 @contextmanager

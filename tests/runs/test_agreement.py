@@ -46,6 +46,18 @@ def test_ranks_hear_from_rank_0_while_it_waits() -> None:
     assert beats >= BEATS
 
 
+def is_raised(rank: int, world_size: int) -> str:
+    with pytest.raises(ValueError) as raised:
+        agreement.computed_by_rank_0(lambda: int(f"of rank {rank}"), ValueError)
+    return str(raised.value)
+
+
+def test_a_known_error_of_rank_0_is_raised_on_all_ranks() -> None:
+    why = "invalid literal for int() with base 10: 'of rank 0'"
+    assert run_ranks(2, is_raised) == [why] * 2
+    assert is_raised(0, 1) == why
+
+
 def waits_for_data(rank: int, world_size: int, folder: Path) -> tuple[bool, str]:
     """Whether the other host had its dataset when this rank went on, and what its watchdog would say meanwhile."""
     said, waited, made = "", folder / "waited", folder / "made"

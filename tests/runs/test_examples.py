@@ -132,7 +132,7 @@ def test_the_wheel_has_the_whole_package(release: Release) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_trains_from_its_own_config(release: Release, tmp_path: Path) -> None:
+def test_wheel_can_give_its_own_config(release: Release, tmp_path: Path) -> None:
     there = install(release.wheel, ["trainer"])
     (quickstart,) = there.parent.glob("share/megatron-noloco/configs/quickstart.json")
     raw = json.loads(quickstart.read_text())

@@ -69,7 +69,7 @@ def states_of(members: Members) -> States:
 def gives(members: Members, kept: Kept, since: int, seconds: float = 300.0) -> States:
     """Train from a local step on."""
     states, done = states_of(members), since
-    states.trains_from(since)
+    states.can_give(since)
     while members.mesh.clock() < seconds:
         if wanted := states.wanted(done):
             states.give(kept, done, wanted)
@@ -301,7 +301,7 @@ def test_giver_in_a_round_with_the_taker_goes_on() -> None:
     giver, taker = members_of(world, 0), members_of(world, 1)
 
     def trains() -> str:
-        states_of(giver).trains_from(7)
+        states_of(giver).can_give(7)
         round_ = take_part(replica_of(giver, deadline=600.0), torch.ones(LENGTH), 0)
         gives(giver, Kept(), 7)
         return round_.report.missed
@@ -342,7 +342,7 @@ def test_a_taker_of_any_layout_gets_the_vector(layouts: tuple[Layout, Layout], b
         (giver, lambda: States(giver)._pass_on(giver, to, f"state/{to}/0/", pieces)),
         (taker, lambda: States(taker)._receive(giver.mesh.me, offer, got[:1])),
     ]
-    assert run_all(world, bodies)[1] == (b"", "")
+    assert run_all(world, bodies)[1] == b""
     for transfer in (*given, *got):
         transfer.wait()
     for holding, part in zip(replicas[1], results, strict=True):
