@@ -132,7 +132,7 @@ def attach(
         membership.say = partial(warnings.warn, stacklevel=5)
         done = 0 if state is None else job_state.restore(state)
         if done:  # others that wait for this job must not find it behind
-            membership.announce(done)
+            peers.announce(done)
         if not membership.wait_for_start(done):
             warnings.warn("started, though fewer jobs than federation.start_with are there", stacklevel=2)
         done = peers.begin(done, takes_over=state is None).step

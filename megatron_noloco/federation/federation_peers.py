@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from megatron_noloco.federation.catch_up import UntrainedError
+from megatron_noloco.federation.catch_up import CatchUp, UntrainedError
+from megatron_noloco.federation.end_of_run import EndOfRun
 from megatron_noloco.federation.final_mean import FINAL, FinalMean
 from megatron_noloco.federation.membership import Membership
 from megatron_noloco.federation.mesh import Member
@@ -44,9 +45,18 @@ class FederationPeers:
     ) -> None:
         self._membership, self._replica, self.outer = membership, replica, outer
         self._keeper, self._health = keeper, health
-        self._states, self._catch_up = membership.states, membership.catch_up
+        self._members, self._states = membership.members, membership.states
         self._schedule = membership.noloco.local_steps, membership.noloco.fragments
+        self._settings = membership.noloco, membership.federation
+        self._catch_up = None
+        if self._members is not None:
+            self._catch_up = CatchUp(self._members, *self._settings, membership.steps)
         self._final: Recovery | None = None  # taken from a replica that has finished
+
+    def announce(self, done: int) -> None:
+        """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
+        if self._catch_up is not None:
+            self._catch_up.start(done)
 
     def begin(self, done: int, takes_over: bool) -> Boundary:
         """Announce that this replica trains on after `done` local steps.
@@ -61,7 +71,7 @@ class FederationPeers:
         if takes_over:
             taken = self._take_over(done)
         if taken is None:
-            self._membership.announce(done)
+            self.announce(done)
             return Boundary(done)
         return _taken_over(done, taken)
 
@@ -103,7 +113,9 @@ class FederationPeers:
         started, own = time.perf_counter(), self._replica.place.replica
         if self._final is None:
             now.part("waiting for the other replicas at the end")
-            end = self._membership.end_of_run(done)
+            end = None
+            if self._members is not None:
+                end = EndOfRun(self._members, *self._settings, done, self._membership.steps)
             is_found = self._give_until(done, lambda: end.look() if end else None)
             self._states.can_give(0)
             if is_found:
@@ -127,9 +139,9 @@ class FederationPeers:
                 lines=(" the others' final model could not be taken: that of this replica is another |",),
             )
         finals = computed_by_rank_0(self._finals)
-        if (members := self._membership.members) is not None:
-            members.step = done  # given once it is saved
-            members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
+        if self._members is not None:
+            self._members.step = done  # given once it is saved
+            self._members.change(mean=FinalStatus(final=finals.get(taken.slot, "of another")))
         # A state that was taken before was named there.
         lines = () if taken is self._final else (f" {taken} |",)
         return Average((), seconds, lines=lines, replicas={own, taken.slot, *finals})
@@ -151,8 +163,8 @@ class FederationPeers:
         due = due_after(*at, *self._schedule)
         has_round = fragment_after(done, *self._schedule) is not None
         if seconds and not has_round and not (membership.steps is not None and due > membership.steps):
-            if membership.members is not None:
-                membership.members.leave_in(seconds)
+            if self._members is not None:
+                self._members.leave_in(seconds)
             reports.append(self.outer.run_round(*at))
             step = due if len(reports[-1].exchange.group) > 1 else done
         if (late := late_change(self._replica, self.outer.weights.length)) is not None:
@@ -205,8 +217,8 @@ class FederationPeers:
             return wanted, done, str(error)
         if (
             step is not None and self._membership.leader.status.phase == "behind"
-        ):  # the others are no longer ahead
-            self._membership.announce(step)
+        ):  # the others are not ahead now
+            self.announce(step)
         return wanted, step, ""
 
     def stay(self, done: int) -> None:

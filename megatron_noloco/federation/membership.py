@@ -8,9 +8,7 @@ from pathlib import Path
 import psutil
 
 from megatron_noloco.errors import UserError
-from megatron_noloco.federation.catch_up import CatchUp
 from megatron_noloco.federation.compatibility import RunIdentity, digests_of, run_number
-from megatron_noloco.federation.end_of_run import EndOfRun
 from megatron_noloco.federation.gather import Gather
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.members import Members
@@ -44,7 +42,6 @@ class Membership:
         steps: see `join_federation`.
 
     Attributes:
-        catch_up: of the leader: which local step comes next.
         back_seconds: for a job that was lost to come back, once this one is at its end: twice the time of a start.
         states: gives the state of this replica to others, and takes theirs.
         say: called on the leader with lines about states that could not be taken over.
@@ -62,7 +59,6 @@ class Membership:
     ) -> None:
         self.members, self.place = members, place
         self.noloco, self.federation = noloco, federation
-        self.catch_up = None if members is None else CatchUp(members, noloco, federation, steps)
         self.states = States(members, steps)
         self.steps = steps
         self.back_seconds = _seconds_to_come_back()
@@ -152,17 +148,6 @@ class Membership:
         """The members, on the leader."""
         assert self.members is not None
         return self.members
-
-    def announce(self, done: int) -> None:
-        """Tell the others after how many local steps this replica goes on, so that they do not find it behind."""
-        if self.catch_up is not None:
-            self.catch_up.start(done)
-
-    def end_of_run(self, done: int) -> EndOfRun | None:
-        """Announce the end of this replica, after `done` local steps; None on other ranks than the leader."""
-        if self.members is None:
-            return None
-        return EndOfRun(self.members, self.noloco, self.federation, done, self.steps)
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one. The ranks need not call it together."""

@@ -174,7 +174,6 @@ def test_a_job_that_leaves_goes_on_where_its_last_round_was_due(data: st.DataObj
         noloco=SimpleNamespace(local_steps=local_steps, fragments=fragments),
         federation=SimpleNamespace(leave_seconds=seconds),
         states=None,
-        catch_up=None,
     )
     checked = list[int]()
     anything: Any = SimpleNamespace(check=lambda: checked.append(len(outer.ran)))
