@@ -56,7 +56,7 @@ class Coding:
         self.phases, self.large_phase = (1, 0) if bits is None else (2 + DIGITS, 1)
         self._codec = None if bits is None else codec_for(bits)
         self._signs, self._exact = signs_of(number), exact
-        self._free = list[Buffers]()  # memory of buckets that are over
+        self._shared = Buffers(pinned=False)  # by all buckets: what none needs while it waits
 
     def exchange(self, bucket: range, own: Tensor, mean: Tensor, report: ExchangeReport) -> Phases:
         """Exchange a bucket, fp32 in host memory, and fill `mean`. Raises UnequalError.
@@ -71,12 +71,12 @@ class Coding:
     def _in_codes(
         self, codec: Codec, bucket: range, own: Tensor, mean: Tensor, report: ExchangeReport
     ) -> Phases:
-        memory = self._free.pop() if self._free else Buffers(pinned=False)
-        code = PairCode(
-            own, Code(codec, self._signs, blocks_to_code(bucket, self._exact), mean=mean), memory, report
-        )
-        fill([code.their_sketches[0]], (yield copied([code.sketches])))
+        how = Code(codec, self._signs, blocks_to_code(bucket, self._exact), mean=mean)
+        code = PairCode(own, how, self._shared, report)
+        code.sketches = code.sketches.clone()
+        fill([code.their_sketches[0]], (yield bytes_of(code.sketches)))
         code.find_steps()
+        code.steps = code.steps.clone()
         for _ in range(DIGITS):
             fill(code.theirs[0], (yield copied(code.encode())))
             code.average()
@@ -84,7 +84,6 @@ class Coding:
         theirs = torch.empty_like(left_over)
         yield from _in_fp32(left_over, theirs, report)
         code.fill(theirs)
-        self._free.append(memory)
 
 
 def _in_fp32(own: Tensor, mean: Tensor, report: ExchangeReport) -> Phases:

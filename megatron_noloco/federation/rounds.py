@@ -61,6 +61,7 @@ _YES = b"+"
 _NOT_ACCEPTED, _GAVE_UP = "does not accept the mean", "gave the round up"
 _UNDER_WAY_BYTES = 2**24  # fill a fast link of a long way
 _LEAST_AHEAD = 4  # buckets
+_SKETCHES_AHEAD = 4  # times as many buckets: a small piece that is lost on a full link holds nothing up
 _MOST_WORD_BYTES = 1000
 _WHY_SECONDS = 1.0  # for the word on why a partner has withdrawn its buckets
 _REMEMBERED = 64  # words on rounds with a replica, besides those of rounds that may be under way
@@ -424,10 +425,10 @@ class _Round:
     def _swap(self, name: str, patience: Patience) -> float:
         """Hand out the mean, bucket by bucket; return the squared norm of the own vector.
 
-        Both sides send in one order: phase 0 of bucket t, phase 1 of bucket t - ahead, and so on. What a phase
-        needs of the partner was sent `ahead` buckets before, so a slow link is full after one round trip. Whatever
-        a side waits for comes earlier in this order, so no two sides wait for each other. The pieces of a phase
-        are equally long; empty ones are not sent.
+        Both sides use what comes in one order: phase 0 of bucket t, phase 1 of bucket t - ahead, and so on. What a
+        phase needs of the partner was sent `ahead` buckets before, sketches `lead`, so a slow link is full after
+        one round trip. Whatever a side waits for comes earlier in this order, so no two sides wait for each
+        other. The pieces of a phase are equally long; empty ones are not sent.
 
         Raises LostError, UnequalError.
         """
@@ -438,6 +439,7 @@ class _Round:
         running: dict[int, tuple[Phases, Tensor, ExchangeReport]] = {}
         fetches: dict[tuple[int, int], Fetch] = {}
         large_phase, squared_norm = self._coding.large_phase, 0.0
+        lead = ahead * _SKETCHES_AHEAD if large_phase else ahead
 
         def offer(at: int, phase: int, content: Blob) -> None:
             if not len(content):
@@ -461,7 +463,7 @@ class _Round:
                 offer(at, 0, next(phases))
 
         try:
-            for at in range(ahead):
+            for at in range(lead):
                 start(at)
             for at, phase in _order(len(buckets), self._coding.phases, ahead):
                 piece: Blob = b""
@@ -475,10 +477,10 @@ class _Round:
                     self.report.add(report)
                     transfer.hand_out(at, mean)
                 if phase == 0:
-                    start(at + ahead)
-                if phase == 0 and fetch is not None:
+                    start(at + lead)
+                if phase == large_phase and fetch is not None:
                     for sent in range(self._coding.phases):  # the partner had it when it sent this piece
-                        mesh.release(f"{name}b/{at - 1 - (1 + sent) * ahead}/{sent}")
+                        mesh.release(f"{name}b/{at - 1 - (1 - large_phase + sent) * ahead}/{sent}")
         finally:
             for left in fetches.values():
                 mesh.cancel(left)
