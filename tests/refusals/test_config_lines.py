@@ -58,6 +58,7 @@ WRONG: list[dict[str, Any]] = [
     # names of optimizers and schedules
     {"optimizer.type": "Adamm"},
     {"optimizer.type": "RMSprop"},
+    {"optimizer.type": MISSING},
     # what is missing
     {"training.train_iters": MISSING},
     # types and bounds
@@ -126,6 +127,7 @@ WRONG: list[dict[str, Any]] = [
     {"data.split": "1,2,3,4"},
     {"data.split": "1"},
     {"data.valid_data_path": "b"},
+    {"data.text": MISSING, "data.train_data_path": "a", "data.split": "1,1,1"},
     {"data": {"train_data_path": "a"}},
     {"data": {"data_path": [0.5, "a", "b"]}},
     {"data": {"data_path": ["2021", "2022"]}},
