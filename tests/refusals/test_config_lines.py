@@ -297,6 +297,17 @@ def test_explain_mentions_every_field() -> None:
             assert " ".join(field.description.split()) in words
 
 
+def test_a_default_that_changes_is_reviewed() -> None:
+    """In tests/golden/defaults.txt: the same file would become another run."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for title, block in {"config": RunConfig, **OPTIMIZERS, **SCHEDULES}.items():
+            defaults = ((name, field.default) for name, field in fields_of(block) if not field.is_required())
+            yield title, "\n".join(f"{name} {json.dumps(default)}" for name, default in defaults)
+
+    check("defaults", cases())
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_settings_of_other_programs_lead_to_fields(program: Program) -> None:
     ours = {name for name, _ in fields_of(RunConfig)}
