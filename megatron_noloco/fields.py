@@ -293,12 +293,13 @@ def _lines(entry: Any, block: type[BaseModel], path: Path, hint: Hint) -> Iterat
     if entry["type"] == "value_error":
         mark = "" if not path else "." if owners else ": "  # between fields, or of a field
         yield from (f"{dotted(path)}{mark}{line}" for line in str(entry["ctx"]["error"]).splitlines())
-    elif entry["type"] == "union_tag_invalid":
+    elif entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
         types = [kind for owner in owners for kind in get_args(owner.model_fields["type"].annotation)]
-        meant = hint((tag := entry["ctx"]["tag"],), types) or f"known are {', '.join(types)}"
-        yield f"{dotted(path)}.type: {shown(tag)} is not a known {path[-1]}; {meant}"
-    elif entry["type"] == "union_tag_not_found":
-        yield from _lines({**entry, "type": "missing", "loc": ("type",)}, owners[0], path, hint)
+        known = f"known are {', '.join(types)}"
+        if (tag := entry["ctx"].get("tag")) is None:
+            yield f"{dotted(path)}.type is missing; {known}"
+        else:
+            yield f"{dotted(path)}.type: {shown(tag)} is not a known {path[-1]}; {hint((tag,), types) or known}"
     else:
         assert definition is not None  # `block` is checked against objects only
         yield f"{dotted(path)}{_wrong(entry, definition)}"

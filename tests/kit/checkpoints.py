@@ -97,6 +97,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     ),
     "manifest of another step": lambda folder: edit_manifest(folder, {"step": 9}),
     "manifest of a later format": lambda folder: edit_manifest(folder, {"format": 99}),
+    "manifest of version 0.3": lambda folder: edit_manifest(folder, {"topology": {"slots": [0, 1, 2]}}),
+    "folder in place of a manifest": lambda folder: [
+        (folder / MANIFEST).unlink(),
+        (folder / MANIFEST).mkdir(),
+    ],
 }
 
 

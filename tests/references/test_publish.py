@@ -190,6 +190,7 @@ def put_a_folder_in_the_way(run: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "damaged": (damage, ()),
     "unknown way": (lambda _: None, ("--combine", "median")),
+    "a replica that is not there": (lambda _: None, ("--combine", "replica=9")),
     "best of unknown": (forget_losses, ("--combine", "best")),
     "no folder": (put_a_file("file"), ("--output", "RUN/file/hf")),
     "a folder in the way": (put_a_folder_in_the_way, ()),

@@ -15,16 +15,17 @@ from megatron_noloco.job.launcher import World, local_device, master_port, read_
 from megatron_noloco.job.world import choose_transport
 from megatron_noloco.model.architecture import PipelineSplit
 from megatron_noloco.model.families import Parameter, Rows
-from megatron_noloco.outer import TorchWeights
+from megatron_noloco.outer import Exchange, TorchWeights
 from megatron_noloco.outer.payload import Codec
 from megatron_noloco.outer.round import cut
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.sample_order import Order
 from megatron_noloco.plans.topology import Place, Topology
-from megatron_noloco.settings import NolocoSettings, grouping_of
+from megatron_noloco.settings import FederationSettings, NolocoSettings, grouping_of
 from tests.kit.configs import FEDERATION, config, edited
 from tests.kit.fleet import fleet_of
 from tests.kit.golden import check
+from tests.kit.loopback import loopback_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -80,10 +81,13 @@ CALLS: dict[str, Callable[[], object]] = {
     # groups and weights
     "groups of 7 among 6": lambda: grouping_of(NolocoSettings(group_size=7), 6, seed=7),
     "sites that only train knows": lambda: grouping_of(NolocoSettings(sites="hosts"), 4, seed=1),
+    "a site with a space": lambda: FederationSettings(site="a b"),
     "sites in random pairs": lambda: NolocoSettings(sites=2, pairing="random"),
     "4 fragments of 3 weights": lambda: cut(3, [], 4),
     "11 fragments of 10 weights": lambda: alone(10, 11),
     "weights on two devices": lambda: TorchWeights([torch.ones(2), torch.ones(2, device="meta")]),
+    "channel 99": lambda: Exchange(loopback_world(1)[0], Place(0, 1), 99),
+    "the place of another rank": lambda: Exchange(loopback_world(2)[1], Place(0, 2), 0),
     "local step 0": lambda: fleet_of(1, 1).outer[0].after_local_step(0),
     "2 bits": lambda: Codec(2),
     "47 of 48 rows": lambda: Parameter("mlp.linear_fc1.weight", (48, 16), rows=Rows((24, 23))),

@@ -39,9 +39,11 @@ WRONG: list[str | tuple[str, dict[str, Any]]] = [
     # options that need another one, or have no effect
     "config",
     "config --world-size 8",
+    "config --dry-run",
     "plan a.json --latency 25ms",
     "plan a.json --gpu Voodoo",
     "doctor --hostfile a.txt --no-exchange",
+    "doctor --latency 25ms",
     "data preprocess --input a.txt --output-prefix x --tokenizer-model y --tokenizer-type byte",
     # files and folders
     "data preprocess --input a.txt --output-prefix /proc/x",
@@ -58,6 +60,7 @@ WRONG: list[str | tuple[str, dict[str, Any]]] = [
     "config --explain noloco.local_stpes",
     "config --explain zzz",
     # configs that a command cannot take
+    "invite a.json",
     ("invite a.json", FEDERATION | {"federation.key_file": MISSING}),
     ("invite a.json", FEDERATION | {"federation.rendezvous": "memory://run"}),
     "tune a.json --",

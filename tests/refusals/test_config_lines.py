@@ -58,6 +58,7 @@ WRONG: list[dict[str, Any]] = [
     # names of optimizers and schedules
     {"optimizer.type": "Adamm"},
     {"optimizer.type": "RMSprop"},
+    {"optimizer.type": MISSING},
     # what is missing
     {"training.train_iters": MISSING},
     # types and bounds
@@ -126,6 +127,7 @@ WRONG: list[dict[str, Any]] = [
     {"data.split": "1,2,3,4"},
     {"data.split": "1"},
     {"data.valid_data_path": "b"},
+    {"data.text": MISSING, "data.train_data_path": "a", "data.split": "1,1,1"},
     {"data": {"train_data_path": "a"}},
     {"data": {"data_path": [0.5, "a", "b"]}},
     {"data": {"data_path": ["2021", "2022"]}},
@@ -293,6 +295,17 @@ def test_explain_mentions_every_field() -> None:
             assert name in words
             assert field.description
             assert " ".join(field.description.split()) in words
+
+
+def test_a_default_that_changes_is_reviewed() -> None:
+    """In tests/golden/defaults.txt: the same file would become another run."""
+
+    def cases() -> Iterator[tuple[str, str]]:
+        for title, block in {"config": RunConfig, **OPTIMIZERS, **SCHEDULES}.items():
+            defaults = ((name, field.default) for name, field in fields_of(block) if not field.is_required())
+            yield title, "\n".join(f"{name} {json.dumps(default)}" for name, default in defaults)
+
+    check("defaults", cases())
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)

@@ -39,6 +39,7 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     # lines of JSON
     ("line.jsonl", b'{"text": "x"}\n{"text": \n', ()),
     ("number.jsonl", b"1\n", ()),
+    ("nested.jsonl", b'{"text": ' * 9999, ()),
     ("zeros.jsonl", b'{"text": "x"}\n' + bytes(9), ()),
     ("key.jsonl", b'{"body": "x"}\n', ()),
     ("twice.jsonl", b'{"text": "one"}\n{"text": "two", "of": {"id": 1, "id": 2}}\n', ()),
@@ -71,6 +72,7 @@ WRONG: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("plain.parquet", b"plain", ()),
     ("columns.parquet", parquet_of(b"x", columns=2), ()),
     ("latin.parquet", parquet_of(b"\xff"), ()),
+    ("rows.parquet", parquet_of(b"x"), ("--json-keys", "body")),
     ("plain.arrow", b"plain", ()),
     # options
     ("a.jsonl", b"{}", ("--json-keys", "a/b")),

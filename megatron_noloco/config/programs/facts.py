@@ -34,7 +34,7 @@ class Facts(Settings):
     train_samples: Positive | None = field(None, _LENGTH)
     train_tokens: Positive | None = field(None, _LENGTH)
     log_every: Size | None = field(None, _WHEN)
-    print_every: Size | None = field(None, _WHEN)
+    print_every: Size | None = field(None, "training.log_interval counts local steps")
     save_every: Size | None = field(None, _WHEN)
     save_when: When | None = field(None, _WHEN)
     evaluate_every: Size | None = field(None, _WHEN)
