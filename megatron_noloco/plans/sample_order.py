@@ -39,10 +39,6 @@ class Order:
         """Return the order of a single part."""
         return cls((samples,), (1.0,), seed)
 
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
-
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Places of each part in a cycle."""

@@ -280,10 +280,6 @@ class SlotOrders:
     orders: list[Order]
     batch: int  # samples of a replica in a local step
 
-    @property
-    def samples(self) -> int:
-        return self.orders[0].samples
-
     def ids(self, first: int, count: int) -> np.ndarray:
         places = np.arange(first, first + count)
         steps, within = np.divmod(places, len(self.orders) * self.batch)
