@@ -255,8 +255,6 @@ class EndOfRun:
             came: the slots of the others at their end that are not far behind.
             seconds: since this replica is the root, and waits for nobody; negative while it waits.
         """
-        if seconds < 0.0:
-            return None
         parents = tree(list(able), self._apart(able))
         present = came | {self.members.slot}
         is_majority = 2 * len(parents) + (min(present) in parents) > len(present)

@@ -118,18 +118,17 @@ class FederationPeers:
                 end = EndOfRun(self._members, *self._settings, done, self._membership.steps)
             is_found = self._give_until(done, lambda: end.look() if end else None)
             self._states.can_give(0)
+            if is_found is None:
+                return Average(stopped=True)
             if is_found:
                 mean = FinalMean(self._replica, end)
                 reports = self.outer.settle(mean, [(own,)], FINAL)
-                if not (mean.stopped or mean.is_late):
-                    seconds, lines = (
-                        time.perf_counter() - started,
-                        tuple(filter(None, map(_averaged, reports))),
-                    )
+                if mean.stopped:
+                    return Average(stopped=True)
+                if not mean.is_late:
+                    seconds = time.perf_counter() - started
+                    lines = tuple(filter(None, map(_averaged, reports)))
                     return Average(reports, seconds, lines=lines, replicas={own, *reports[-1].group})
-                is_found = None if mean.stopped else False
-            if is_found is None:
-                return Average(stopped=True)
         taken = self._final or self._recover(done, ahead=0)
         seconds = time.perf_counter() - started
         if taken is None:

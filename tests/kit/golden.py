@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.kit.configs import MISSING
 
@@ -21,6 +23,15 @@ def check(name: str, cases: Iterable[tuple[Mapping[str, Any] | str, str]]) -> No
     if os.environ.get("GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
+
+
+def refusals(calls: Mapping[str, Callable[[], object]], error: type[Exception]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each call, and the error that it raises, which is one line."""
+    for name, call in calls.items():
+        with pytest.raises(error) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+        yield name, str(caught.value)
 
 
 def recorded(name: str, now: Any) -> Any:

@@ -33,7 +33,7 @@ from megatron_noloco.federation.store import Store
 from megatron_noloco.job.world import _address_towards, reachable_address
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
-from tests.kit.golden import check
+from tests.kit.golden import check, refusals
 from tests.kit.ranks import federation_keys, free_port, key_file, until
 
 RUN = 77
@@ -93,15 +93,7 @@ def test_a_place_that_cannot_be_is_refused_in_one_line() -> None:
         **{f"listen {text}": lambda text=text: place_to_listen(text, ["a:1"]) for text in LISTEN},  # type: ignore[misc]
         **{f"advertise {' at '.join(two)}": lambda two=two: place_to_advertise(*two) for two in ADVERTISE},  # type: ignore[misc]
     }
-
-    def cases() -> Iterator[tuple[str, str]]:
-        for name, call in calls.items():
-            with pytest.raises(UserError) as refused:
-                call()
-            assert "\n" not in str(refused.value)
-            yield name, str(refused.value)
-
-    check("network_lines", cases())
+    check("network_lines", refusals(calls, UserError))
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
