@@ -3,13 +3,11 @@
 import asyncio
 import json
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
@@ -19,25 +17,13 @@ from megatron_noloco.federation.https_client import (
     lines_of,
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
-from megatron_noloco.federation.https_server import (
-    Connection,
-    receive,
-    send,
-    send_chunk,
-)
+from megatron_noloco.federation.https_server import Connection, send
+from megatron_noloco.federation.https_transfers import MOST_STREAMS
 from megatron_noloco.federation.keys import VISITOR
-from megatron_noloco.federation.mesh import (
-    BULK_BYTES,
-    MOST_NAME_CHARACTERS,
-    MOST_PIECE_BYTES,
-    Member,
-    RefusedError,
-)
+from megatron_noloco.federation.mesh import Member
 from megatron_noloco.federation.statuses import SignedStatus
 
-REFUSED = "Noloco-Refused"  # header with the reason why a piece never comes
-_POLL_SECONDS = 5.0
-_MOST_TAKEN = 4  # pieces of bulk at a time, of one member
+Hear = Callable[[Link, AsyncIterator[Mapping[str, Any]], StreamReader], Coroutine[Any, Any, None]]
 
 
 class Answers:
@@ -45,7 +31,7 @@ class Answers:
 
     Args:
         digests: of what all jobs of the run have alike.
-        hear: takes the lines of a link that another member has opened.
+        hear: takes the lines of a link, or of a stream, that another member has opened.
         fail: is told an error that is none of a connection, and a bug.
     """
 
@@ -53,15 +39,14 @@ class Answers:
         self,
         links: Links,
         digests: Mapping[str, str],
-        hear: Callable[[Link, AsyncIterator[Mapping[str, Any]]], Coroutine[Any, Any, None]],
+        hear: Hear,
         fail: Callable[[Exception], object],
     ) -> None:
         self._links, self._digests, self._hear = links, digests, hear
         self._mesh, self._fail = links.mesh, fail
-        self._taking = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(_MOST_TAKEN))  # by slot
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request; an error of the connection, or a piece that is withdrawn, ends the connection."""
+        """Answer a request; an error of the connection ends it."""
         try:
             return await self._answered(request)
         except CONNECTION_ERRORS:
@@ -74,7 +59,7 @@ class Answers:
 
     async def _answered(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _, _ = request.raw_path.partition("?")
-        parts = path.split("/", 5)
+        parts = path.split("/")
         asker = _member_in(request.headers.get(MEMBER, ""))
         connection = request.protocol
         assert isinstance(connection, Connection)
@@ -92,21 +77,14 @@ class Answers:
                 self._mesh.warn(line, is_refusal=True)
             headers = {MEMBER: str(self._mesh.me), DIGESTS: json.dumps(dict(self._digests))}
             return web.json_response({"run": run}, status=409, headers=headers)
-        is_get = request.method == "GET"
-        if parts[3:] == ["status"] and is_get:
-            return self._tell()
-        if self._mesh.is_followed(asker):
-            return _refusal(410, "a later process has your slot")
-        if parts[3:] == ["link"] and not is_get:
-            return await self._link(request, asker)
-        if len(parts) != 6 or not is_name(name := unquote(parts[5])):
-            return _refusal(404, "no such page")
-        other, own = (parts[4], parts[3]) if is_get else (parts[3], parts[4])
-        if other != str(asker):
-            return _refusal(403, "the piece is another member's")
-        if own != str(self._mesh.me):
-            return _refusal(410, "another process has this slot now")
-        return await (self._give(request, asker, name) if is_get else self._get(request, asker, name))
+        match request.method, *parts[3:]:
+            case "GET", "status":
+                return self._tell()
+            case "PUT", ("link" | "stream") as kind:
+                if self._mesh.is_followed(asker):
+                    return _refusal(410, "a later process has your slot")
+                return await (self._link if kind == "link" else self._stream)(request, asker)
+        return _refusal(404, "no such page")
 
     # Statuses
 
@@ -135,59 +113,51 @@ class Answers:
             return _refusal(410, "a later process has your slot, or you have left")
         if not self._links.open(peer, link):
             return _refusal(403, "there is a link already")
-        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        answer.enable_chunked_encoding()
-        hearing = asyncio.ensure_future(self._hear(link, lines))
+        hearing = asyncio.ensure_future(self._listen(link, lines, request))
         hearing.add_done_callback(lambda _: link.end())
         try:
-            await answer.prepare(request)
-            async for text in self._links.texts(link):
-                await send_chunk(text, answer.write)
-            return answer
+            return await _answer(request, self._links.texts(link))
         finally:
             hearing.cancel()
             self._links.close(link)
 
-    # Pieces
-
-    async def _give(self, request: web.BaseRequest, taker: Member, name: str) -> web.StreamResponse:
-        """Answer with a piece, once it is offered."""
-        wish = self._mesh.offers.wish(name, taker)
-        if wish.cancelled():
-            return _refusal(503, "too many requests wait; ask again")
+    async def _stream(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
+        """Carry large pieces of a link that another member has opened, until that one ends it."""
+        peer = self._links.peer_of(asker)
+        link = None if peer is None else peer.link
+        if link is None or link.is_own or len(link.streams) >= MOST_STREAMS:
+            return _refusal(403, "you have opened no link, or too many streams of it")
+        hearing = asyncio.ensure_future(self._listen(link, lines_of(request.content, None), request))
+        link.streams.add(hearing)
         try:
-            async with asyncio.timeout(_POLL_SECONDS):
-                piece = await asyncio.wrap_future(wish)
-        except TimeoutError:
-            return web.Response(status=204)
-        except RefusedError as error:
-            return _refusal(410, str(error))
-        response = web.StreamResponse()
-        response.content_length = piece.size
-        await response.prepare(request)
-        await send(piece, response.write, lambda: self._mesh.note_bytes(taker))
-        return response
+            return await _answer(request, link.transfers.texts(lambda: link.is_over or hearing.done()))
+        finally:
+            link.streams.discard(hearing)
+            if not hearing.done():
+                hearing.cancel()
+                link.end()
 
-    async def _get(self, request: web.BaseRequest, giver: Member, name: str) -> web.StreamResponse:
-        """Take a piece that is brought."""
-        if not self._mesh.awaits(giver, name):
-            return _refusal(410, "nobody waits for it")
-        if (reason := request.headers.get(REFUSED)) is not None:
-            self._mesh.refuse(giver, name, unquote(reason))
-            return web.Response()
-        size = request.content_length
-        if size is None or size > MOST_PIECE_BYTES:
-            return _refusal(413, f"a piece has at most {MOST_PIECE_BYTES} bytes, and says how many")
+    async def _listen(
+        self, link: Link, lines: AsyncIterator[Mapping[str, Any]], request: web.BaseRequest
+    ) -> None:
+        """Take what a link or a stream brings; an error ends the link."""
+        try:
+            await self._hear(link, lines, request.content)
+        except Exception as error:
+            link.end()
+            if not isinstance(error, CONNECTION_ERRORS):
+                self._fail(error)
+        link.transfers.has_large.set()
 
-        def note() -> None:
-            if not self._mesh.may_come(giver):
-                raise ConnectionError("the giver has left")
-            self._mesh.note_bytes(giver)
 
-        async with self._taking[giver.slot] if size > BULK_BYTES else nullcontext():
-            blob = await receive(request.content, size, note)
-        self._mesh.receive(giver, name, blob)
-        return web.Response()
+async def _answer(request: web.BaseRequest, texts: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Answer with texts as they come."""
+    answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    answer.enable_chunked_encoding()
+    await answer.prepare(request)
+    async for text in texts:
+        await send(text, answer.write)
+    return answer
 
 
 def _member_in(name: str) -> Member | None:
@@ -197,11 +167,6 @@ def _member_in(name: str) -> Member | None:
         member = Member.parse(f"0.{incarnation}" if slot == str(VISITOR) else name)
         return Member(VISITOR, member.incarnation) if slot == str(VISITOR) else member
     return None
-
-
-def is_name(name: Any) -> bool:
-    """Return whether a piece may have this name."""
-    return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable()
 
 
 def _refusal(status: int, reason: str) -> web.Response:

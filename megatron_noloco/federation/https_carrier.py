@@ -3,15 +3,15 @@
 | request | answer |
 |---|---|
 | GET /run/RUN/status | lines of JSON: all statuses, the own status first, and {"present": [MEMBER, ...]} |
-| PUT /run/RUN/link | a link: lines of JSON both ways, without end (`https_links`) |
-| GET /run/RUN/GIVER/TAKER/NAME | 200: the piece; 204: not yet, ask again; 410: never, and why |
-| PUT /run/RUN/GIVER/TAKER/NAME | brings a piece, or why it never comes |
+| PUT /run/RUN/link | a link: lines of JSON and small pieces, both ways, without end (`https_links`) |
+| PUT /run/RUN/stream | large pieces of a link, both ways, without end (`https_transfers`) |
 | any with another RUN | 409, {"run": RUN}, and headers Noloco-Member, Noloco-Digests with what this job has |
 
 | file | |
 |---|---|
-| `https_server` | sockets, who may connect, bodies |
-| `https_links` | who is there, who acts in a pair |
+| `https_server` | sockets, who may connect |
+| `https_links` | who is there |
+| `https_transfers` | pieces |
 | `https_client` | requests to others, the search for the first member |
 | `https_answers` | requests of others |
 """
@@ -21,17 +21,17 @@ import errno
 import socket
 import ssl
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from itertools import islice
 from typing import Any
-from urllib.parse import quote
 
 import aiohttp
+from aiohttp import ClientResponse, ClientTimeout, StreamReader
 
-from megatron_noloco.federation.https_answers import REFUSED, Answers, is_name
+from megatron_noloco.federation.https_answers import Answers
 from megatron_noloco.federation.https_client import (
     CONNECTION_ERRORS,
     Client,
@@ -40,24 +40,14 @@ from megatron_noloco.federation.https_client import (
     first_status,
     lines_of,
 )
-from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Neighbour, pauses
-from megatron_noloco.federation.https_server import PieceBody, Server
-from megatron_noloco.federation.mesh import (
-    BULK_BYTES,
-    MOST_WISHES,
-    PATIENCE_SECONDS,
-    Carrier,
-    Fetch,
-    Member,
-    Mesh,
-    Piece,
-    RefusedError,
-)
+from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links, Neighbour
+from megatron_noloco.federation.https_server import WRITE_BYTES, Server
+from megatron_noloco.federation.https_transfers import MALFORMED
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Carrier, Fetch, Member, Mesh, Piece
 
 _CLOSE_SECONDS = 1.0
 _CANCEL_SECONDS = 0.1
-_AGAIN_SECONDS = 0.02  # between two requests for a piece that is not offered yet
-_ANSWER_SECONDS = 2.0  # without an answer a connection is closed, and the next one is slow at first
+_IDLE_SECONDS = 60.0  # after which a stream ends
 _TICK_SECONDS = 0.25
 _MOST_REFUSED_HOSTS = 8
 _EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
@@ -82,7 +72,6 @@ class HttpsCarrier(Carrier):
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
         self._tasks = set[_Task]()
-        self._asks = dict[Fetch, _Task | None]()  # without a task: wishes, which the giver is told of
         self._refresh_is_due = self._is_closing = False
         self._refused_hosts = set[str]()
 
@@ -90,7 +79,7 @@ class HttpsCarrier(Carrier):
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
-        self._links = Links(mesh, self._wishes_of)
+        self._links = Links(mesh)
         self._thread.start()
         self._is_open.wait()
 
@@ -98,11 +87,11 @@ class HttpsCarrier(Carrier):
         self._soon(self._publish)
 
     def ask(self, fetch: Fetch) -> None:
-        fetch.when_over.append(lambda: self._soon(self._end_ask, fetch))
-        self._soon(self._begin_ask, fetch)
+        fetch.when_over.append(lambda: self._soon(self._wish, fetch))
+        self._soon(self._wish, fetch)
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        """Do nothing: `to` has wished for it, or asks at once."""
+        self._soon(self._send, to, name, piece)
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -219,8 +208,6 @@ class HttpsCarrier(Carrier):
             for peer in self._links.peers.values():
                 if peer.is_due():
                     peer.dialling = self._spawn(self._dial(peer))
-        for fetch in list(self._asks):
-            self._begin_ask(fetch)
 
     async def _dial(self, peer: Neighbour) -> None:
         """Open a link to a member, and hold it until it ends."""
@@ -239,135 +226,97 @@ class HttpsCarrier(Carrier):
             self._loop.call_later(0.0 if link.peer else peer.put_off(), self._refresh_soon)
 
     async def _hold(self, link: Link, slot: int, address: str) -> None:
-        texts = self._links.texts(link)
+        async with (
+            self._opened("link", slot, address, self._links.texts(link)) as (answer, place),
+            aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines,
+        ):
+            signed = first_status(await anext(lines, {}), self.mesh.me)
+            if signed.member.slot != slot:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "another member answers")
+            self._links.take(signed)
+            peer = self._links.peer_of(signed.member)
+            if peer is None or not self._links.open(peer, link):
+                raise ConnectionError("there is a link by now")
+            peer.address = address
+            self._open_streams(link)
+            try:
+                await self._hear(link, lines, answer.content)
+            except TimeoutError:
+                self._client.end_connections(place)
+                raise
+
+    @asynccontextmanager
+    async def _opened(
+        self, kind: str, slot: int, address: str, texts: AsyncIterator[bytes]
+    ) -> AsyncIterator[tuple[ClientResponse, Any]]:
+        """Open a link or a stream; return its answer, and the other side's address."""
+        quiet = ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS)
         async with (
             asyncio.timeout(PATIENCE_SECONDS) as limit,
-            self._client.request("PUT", address, slot, "link", data=texts) as answer,
+            self._client.request("PUT", address, slot, kind, data=texts, timeout=quiet) as answer,
         ):
             await self._client.check(answer)
             if answer.connection is None or (transport := answer.connection.transport) is None:
-                raise ConnectionError("the link has ended at once")
+                raise ConnectionError("it has ended at once")
+            transport.set_write_buffer_limits(WRITE_BYTES)
             place = transport.get_extra_info("peername")
-            async with aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines:
-                signed = first_status(await anext(lines, {}), self.mesh.me)
-                if signed.member.slot != slot:
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "another member answers")
-                self._links.take(signed)
-                peer = self._links.peer_of(signed.member)
-                if peer is None or not self._links.open(peer, link):
-                    raise ConnectionError("there is a link by now")
-                peer.address = address
-                limit.reschedule(None)
-                try:
-                    await self._hear(link, lines)
-                except TimeoutError:
-                    self._client.end_connections(place)
-                    raise
+            limit.reschedule(None)
+            yield answer, place
 
-    async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]]) -> None:
-        """Take the lines of a link until it ends."""
+    async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]], content: StreamReader) -> None:
+        """Take the lines of a link, or of one of its streams, until it ends."""
         self._refresh_soon()
         async for line in lines:
+            link.heard = time.monotonic()
             try:
+                if await link.transfers.hear(line, content):
+                    self._open_streams(link)
+                    continue
                 self._links.hear(link, line)
-            except (ValueError, TypeError):
+            except MALFORMED:
                 raise ConnectionError("a line is malformed") from None
-            if link.is_own and isinstance(wishes := line.get("wish"), dict):
-                self._take_wishes(link, wishes)
             if line:
                 self._refresh_soon()
 
-    # Pieces: who acts in a pair asks and brings; the other waits, or wishes
+    # Pieces
 
-    def _begin_ask(self, fetch: Fetch) -> None:
-        if fetch.outcome is not None:
-            return
-        task, acts = self._asks.get(fetch), self._links.acts(fetch.giver)
-        if task is not None and not acts:
-            task.cancel()
-        if acts != (task is not None) or fetch not in self._asks:
-            self._asks[fetch] = self._spawn(self._ask(fetch)) if acts else None
-            self._tell_wishes(fetch.giver)
-
-    def _end_ask(self, fetch: Fetch) -> None:
-        if (task := self._asks.pop(fetch, None)) is not None:
-            task.cancel()
-        self._tell_wishes(fetch.giver)
-
-    async def _ask(self, fetch: Fetch) -> None:
-        """Ask for a piece until it comes."""
-        pause, giver = pauses(), fetch.giver
-        path = f"{giver}/{self.mesh.me}/{quote(fetch.name)}"
-        while (peer := self._links.peer_of(giver)) is not None and peer.addresses:
-            try:
-                found = await self._client.piece(
-                    peer.addresses[0], peer.slot, path, fetch.is_large, lambda: self.mesh.note_bytes(giver)
-                )
-            except CONNECTION_ERRORS:
-                await asyncio.sleep(next(pause))
-                continue
-            pause = pauses()
-            if isinstance(found, str):
-                self.mesh.refuse(giver, fetch.name, found)
-                return
-            if found is not None:
-                self.mesh.receive(giver, fetch.name, found)
-                return
-            await asyncio.sleep(_AGAIN_SECONDS)  # a giver could answer at once
-
-    async def _bring(self, peer: Neighbour, name: str, found: Piece | RefusedError) -> None:
-        """Bring a piece, or why it never comes, until the member has it.
-
-        Raises RefusedError where the piece is withdrawn before.
-        """
-        for pause in pauses():
-            with suppress(*CONNECTION_ERRORS):
-                if not peer.addresses or await self._put(peer, name, found):
-                    return
-            if isinstance(found, Piece) and found.is_withdrawn:
-                raise RefusedError("the piece was withdrawn")
-            await asyncio.sleep(pause)
-
-    async def _put(self, peer: Neighbour, name: str, found: Piece | RefusedError) -> bool:
-        """Bring a piece once; return whether the member has it, or will never take it."""
-        options: dict[str, Any] = {}
-        is_bulk = isinstance(found, Piece) and found.size > BULK_BYTES
-        if isinstance(found, RefusedError):
-            options["headers"] = {REFUSED: quote(str(found))}
-        elif is_bulk:
-            options["data"] = PieceBody(found, lambda: self.mesh.note_bytes(peer.member))
+    def _wish(self, fetch: Fetch) -> None:
+        """Have a piece asked for, or not any more."""
+        asked = self._links.asked[fetch.giver]
+        if fetch.outcome is None:
+            asked[fetch.number] = fetch
         else:
-            options["data"] = found.read()
-        path = f"{self.mesh.me}/{peer.member}/{quote(name)}"
-        use = "send large" if is_bulk else "small"
-        async with self._client.request("PUT", peer.addresses[0], peer.slot, path, use, **options) as answer:
-            return answer.status in (200, 410)
-
-    # Wishes
-
-    def _tell_wishes(self, giver: Member) -> None:
-        if (peer := self._links.peer_of(giver)) is not None and peer.link is not None:
+            asked.pop(fetch.number, None)
+        if (peer := self._links.peer_of(fetch.giver)) is not None and peer.link is not None:
             peer.link.wake.set()
+            self._open_streams(peer.link)
 
-    def _wishes_of(self, giver: Member) -> dict[str, str]:
-        """Return what a member is to bring, and is asked for."""
-        wishes = [fetch for fetch, task in self._asks.items() if task is None and fetch.giver == giver]
-        return {str(fetch.number): fetch.name for fetch in wishes}
+    def _send(self, to: Member, name: str, piece: Piece) -> None:
+        if (peer := self._links.peer_of(to)) is not None and peer.link is not None:
+            peer.link.transfers.send(name, piece)
 
-    def _take_wishes(self, link: Link, wishes: Mapping[str, Any]) -> None:
-        """Learn all that a member wants of this one."""
-        assert link.peer is not None
-        wishes = dict(islice(wishes.items(), MOST_WISHES))
-        for number in link.granting.keys() - wishes.keys():  # most are fulfilled: their answer is on its way
-            self._loop.call_later(_ANSWER_SECONDS, link.granting.pop(number).cancel)
-        for number, name in wishes.items():
-            if number not in link.granting and is_name(name):
-                link.granting[number] = self._spawn(self._grant(link.peer, name))
+    def _open_streams(self, link: Link) -> None:
+        if not link.is_own or link.is_over:
+            return
+        for _ in range(link.transfers.streams() - len(link.streams)):
+            task = self._spawn(self._stream(link))
+            link.streams.add(task)
+            task.add_done_callback(link.streams.discard)
 
-    async def _grant(self, peer: Neighbour, name: str) -> None:
-        """Bring a piece once it is offered, or why it never comes."""
+    async def _stream(self, link: Link) -> None:
+        """Carry large pieces of a link."""
+        peer, transfers = link.peer, link.transfers
+        assert peer is not None
+        is_open = asyncio.Event()
+
+        async def texts() -> AsyncIterator[bytes]:
+            async for text in transfers.texts(lambda: link.is_over, _IDLE_SECONDS):
+                yield text
+                await is_open.wait()
+
         try:
-            piece = await asyncio.wrap_future(self.mesh.offers.wish(name, peer.member))
-            await self._bring(peer, name, piece)
-        except RefusedError as error:
-            await self._bring(peer, name, error)
+            async with self._opened("stream", peer.slot, peer.address, texts()) as (answer, _):
+                is_open.set()
+                await self._hear(link, lines_of(answer.content, None), answer.content)
+        except CONNECTION_ERRORS:
+            link.end()

@@ -7,13 +7,14 @@ import socket
 import ssl
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from itertools import count
 from typing import Any
 
 import aiohttp
 from aiohttp import ClientResponse, ClientSession, ClientTimeout, StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from megatron_noloco.federation.compatibility import differences, refusal
@@ -23,10 +24,9 @@ from megatron_noloco.federation.https_server import (
     MOST_FIELD_BYTES,
     READ_BYTES,
     open_socket,
-    receive,
 )
 from megatron_noloco.federation.keys import ANY_MEMBER, host_name
-from megatron_noloco.federation.mesh import MOST_PIECE_BYTES, PATIENCE_SECONDS, Member
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Member
 from megatron_noloco.federation.statuses import (
     MOST_SIGNED_BYTES,
     SignedStatus,
@@ -45,8 +45,6 @@ CONNECTION_ERRORS = (
     asyncio.IncompleteReadError,
 )
 _CLOSE_SECONDS = 0.5
-# To a member, by their use; 0: as many as are needed.
-_MOST_CONNECTIONS = {"send large": 4, "fetch large": 4, "fetch": 0, "small": 0}
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _MOST_NAMED = 3
 
@@ -62,9 +60,6 @@ class OwnAddressError(ConnectionError):
 class Client:
     """Sends requests; made in the thread of the loop.
 
-    A connection that was idle is slow at first, and aiohttp takes the one that was idle for longest. So each use
-    has connections of its own, and large pieces have few.
-
     Args:
         statuses: of who sends them.
         digests: of what all jobs of the run have alike; None: of no job.
@@ -74,40 +69,30 @@ class Client:
         self._statuses, self._digests = statuses, digests or {}
         self._headers = {} if digests is None else {DIGESTS: json.dumps(digests, separators=(",", ":"))}
         self._sockets = weakref.WeakSet[socket.socket]()
-        self._sessions = {use: self._session(most) for use, most in _MOST_CONNECTIONS.items()}
-
-    def _session(self, most: int) -> ClientSession:
         connector = aiohttp.TCPConnector(
             limit=0,
-            limit_per_host=most,
             keepalive_timeout=KEEP_ALIVE_SECONDS - 20,  # or a request could meet the end from the other side
             socket_factory=self._open_socket,
-            ssl=self._statuses.identity.client,
+            ssl=statuses.identity.client,
         )
-        return ClientSession(
+        self._session = ClientSession(
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BYTES,
-            headers={MEMBER: str(self._statuses.me)},
+            headers={MEMBER: str(statuses.me)},
             max_field_size=MOST_FIELD_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS, sock_read=PATIENCE_SECONDS),
         )
 
     def request(
-        self, method: str, address: str, slot: int | None, path: str, use: str = "small", **options: Any
+        self, method: str, address: str, slot: int | None, path: str, **options: Any
     ) -> AbstractAsyncContextManager[ClientResponse]:
-        """Send a request to a member of a slot; None: to any member. Raises `CONNECTION_ERRORS`.
-
-        Args:
-            use: a key of `_MOST_CONNECTIONS`.
-        """
+        """Send a request to a member of a slot; None: to any member. Raises `CONNECTION_ERRORS`."""
         options["server_hostname"] = ANY_MEMBER if slot is None else host_name(slot)
-        if path in ("link", "status"):
-            options["headers"] = self._headers
         url = URL(f"https://{address}/run/{self._statuses.run:016x}/{path}", encoded=True)
-        return self._sessions[use].request(method, url, allow_redirects=False, **options)
+        return self._session.request(method, url, allow_redirects=False, headers=self._headers, **options)
 
     async def statuses(self, address: str) -> AsyncGenerator[dict[str, Any]]:
         """Yield what a member says of all."""
@@ -115,25 +100,6 @@ class Client:
             await self.check(answer)
             async for line in lines_of(answer.content):
                 yield line
-
-    async def piece(
-        self, address: str, slot: int, path: str, is_large: bool, note: Callable[[], object]
-    ) -> memoryview | str | None:
-        """Return a piece, or why it never comes; None: it is not offered yet.
-
-        Args:
-            note: is called with each chunk that comes.
-        """
-        async with self.request("GET", address, slot, path, "fetch" + " large" * is_large) as answer:
-            if answer.status == 204:
-                return None
-            if answer.status == 410:
-                return (await read_small(answer.content)).decode(errors="replace")
-            await self.check(answer)
-            size = answer.content_length
-            if size is None or size > MOST_PIECE_BYTES:
-                raise ConnectionError("too large a piece")
-            return await receive(answer.content, size, note)
 
     async def check(self, answer: ClientResponse) -> None:
         """Raise ConnectionError for an answer other than 200."""
@@ -147,8 +113,7 @@ class Client:
 
     async def close(self) -> None:
         """End all connections; to be called when no request is under way."""
-        for session in self._sessions.values():
-            await session.close()
+        await self._session.close()
         self.end_connections()  # some wait for the other side to end the encryption
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
@@ -272,28 +237,26 @@ async def why_not(address: str, error: Exception) -> str:
 
 
 async def lines_of(
-    content: StreamReader, seconds: float = PATIENCE_SECONDS
+    content: StreamReader, seconds: float | None = PATIENCE_SECONDS
 ) -> AsyncGenerator[dict[str, Any]]:
-    """Yield the objects of a stream of lines; raises ConnectionError for another stream.
+    """Yield the objects of lines; raises ConnectionError for other content. What else follows a line may be read.
 
     Args:
-        seconds: without a byte, after which TimeoutError is raised.
+        seconds: for a line, after which TimeoutError is raised.
     """
-    text = b""
     while True:
-        async with asyncio.timeout(seconds):
-            chunk = await content.readany()
-        if not chunk:
+        try:
+            async with asyncio.timeout(seconds):
+                line = await content.readline()
+        except (ValueError, HttpProcessingError):
+            raise ConnectionError("a line is too long") from None
+        if not line:
             return
-        *lines, text = (text + chunk).split(b"\n")
-        if len(text) > MOST_SIGNED_BYTES:
-            raise ConnectionError("a line is too long")
-        for line in lines:
-            try:
-                yield object_in(line)
-            except ValueError:
-                raise ConnectionError("a line is no JSON object") from None
-            await asyncio.sleep(0)  # many lines at once hold nobody else up
+        try:
+            yield object_in(line)
+        except ValueError:
+            raise ConnectionError("a line is no JSON object") from None
+        await asyncio.sleep(0)  # many lines at once hold nobody else up
 
 
 async def read_small(content: StreamReader) -> bytes:

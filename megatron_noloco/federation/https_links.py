@@ -1,17 +1,16 @@
 """Who is there, as one member sees it, and the link between two members: lines of JSON, both ways in one request.
 
 Each pair of members has one link, whoever can dial the other. Of two that both can, the one that was started later
-dials at once, since it knows of the other first; the other one waits for some seconds. Who has opened the link
-*acts* in the pair: it brings what it offers, and asks for what it wants. The other one waits, or says what it
-wishes. A member without addresses is *hidden*: it cannot be dialled, so it opens all of its links.
+dials at once, since it knows of the other first; the other one waits for some seconds. A member without addresses
+is *hidden*: it cannot be dialled, so it opens all of its links.
 
 | line of a link | says |
 |---|---|
 | a signed status | of the writing member; or of another member to which the reading one has no link |
 | {"known": {SLOT: [INCARNATION, NUMBER]}} | at first: which statuses the writing member has |
 | {"linked": {MEMBER: BOOLEAN}} | to whom it has links: at first all, then what has changed |
-| {"wish": {NUMBER: NAME}} | which pieces it wants of the reading member, which acts in this pair |
 | {} | that it lives |
+| other lines | on pieces: see `https_transfers` |
 
 A member is there while this one has a link to it, or another one says that it has. An end of a link is a hint:
 both sides open it again at once. It counts after a second where nobody listens at the address of the other, or it
@@ -23,12 +22,14 @@ import json
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from megatron_noloco.federation.mesh import Member, Mesh
+from megatron_noloco.federation.https_transfers import Transfers
+from megatron_noloco.federation.mesh import Fetch, Member, Mesh
 from megatron_noloco.federation.statuses import SignedStatus
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -65,8 +66,8 @@ class Link:
         others: slots whose newest statuses it may lack; they are sent with the next sign of life.
         told: members of whose links it was told; None: of none yet.
         has_told: whether it has told of its links.
-        wishes: that it was told last, by number.
-        granting: tasks that bring what it wishes, by the number of the wish.
+        transfers: the pieces that pass over it; only where there is a peer.
+        streams: tasks that carry large pieces.
         wake: set when there may be something to send.
     """
 
@@ -80,17 +81,18 @@ class Link:
         self.others = set[int]()
         self.told: frozenset[Member] | None = None
         self.has_told = False
-        self.wishes: Mapping[str, str] = {}
-        self.granting = dict[str, asyncio.Task[None]]()
+        self.transfers: Transfers
+        self.streams = set[asyncio.Task[Any]]()
         self.wake = asyncio.Event()
 
     def end(self) -> None:
         self.is_over = True
         self.wake.set()
-        for task in self.granting.values():
-            task.cancel()
+        if self.peer is not None:
+            self.transfers.end()
         if self.task is not None:
-            self.task.cancel()
+            for task in (*self.streams, self.task):
+                task.cancel()
 
 
 class Neighbour:
@@ -99,7 +101,6 @@ class Neighbour:
     Attributes:
         ends: Unix time after which its certificate is not good.
         link: None: there is none.
-        acts: whether this member acts in the pair: it has opened the last link.
         unlinked: since when there is no link; when it became known, if there was none.
         grace: seconds after that in which it counts as linked.
         linked: members to which it has links.
@@ -113,7 +114,6 @@ class Neighbour:
     def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
         self.member, self.slot, self.ends = signed.member, signed.member.slot, ends
         self.link: Link | None = None
-        self.acts = False
         self.unlinked, self.grace = time.monotonic(), 0.0
         self.linked = set[Member]()
         self.address = self.seed = ""
@@ -162,16 +162,15 @@ class Neighbour:
 class Links:
     """The members as one of them meets them; used by one thread, but for the snapshots.
 
-    Args:
-        wishes: returns the pieces that a member is to bring, by number.
-
     Attributes:
+        asked: what this member wants of each other one, by the number of the fetch.
         peers: the latest process of each other slot.
         present, reachable: snapshots for other threads: each change replaces them.
     """
 
-    def __init__(self, mesh: Mesh, wishes: Callable[[Member], Mapping[str, str]]) -> None:
-        self.mesh, self.statuses, self._wishes = mesh, mesh.statuses, wishes
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.statuses = mesh, mesh.statuses
+        self.asked = defaultdict[Member, dict[int, Fetch]](dict)
         self.peers = dict[int, Neighbour]()
         self.present = self.reachable = self._linked = frozenset[Member]()
 
@@ -233,7 +232,8 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        peer.acts, peer.tries, peer.pauses = link.is_own, 0, pauses()
+        link.transfers = Transfers(self.mesh, peer.member, self.asked[peer.member], link.wake)
+        peer.tries, peer.pauses = 0, pauses()
         link.others.update(self.peers)
         link.wake.set()
         return True
@@ -247,11 +247,6 @@ class Links:
             left = LEASE_SECONDS - (peer.unlinked - link.heard)
             peer.grace = max(0.0, left if peer.addresses else min(left, _GRACE_SECONDS))
             peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
-
-    def acts(self, member: Member) -> bool:
-        """Return whether this member acts in a pair with another that is there."""
-        peer = self.peer_of(member)
-        return peer is not None and member in self.reachable and peer.acts
 
     def refresh(self) -> None:
         """Take the snapshots anew."""
@@ -297,9 +292,7 @@ class Links:
             yield _line({"known": {one.slot: [one.member.incarnation, one.signed.number] for one in peers}})
         if link.told is None or not self._linked >= link.told:
             yield self._line_on_links(link)
-        if not link.is_own and (wishes := self._wishes(peer.member)) != link.wishes:
-            link.wishes = wishes
-            yield _line({"wish": wishes})
+        yield from link.transfers.lines()
 
     def _lines_on_others(self, link: Link) -> Iterator[bytes]:
         peer = link.peer
@@ -320,8 +313,8 @@ class Links:
         return _line({"linked": {str(member): member in self._linked for member in changed}})
 
     def hear(self, link: Link, line: Mapping[str, Any]) -> None:
-        """Take a line on statuses and links. Raises ValueError, TypeError for a malformed line."""
-        link.heard, peer = time.monotonic(), link.peer
+        """Take a line on statuses and links. Raises `MALFORMED`."""
+        peer = link.peer
         assert peer is not None
         if isinstance(known := line.get("known"), dict):
             link.known = {

@@ -1,4 +1,4 @@
-"""Sockets, connections and bodies below `https_carrier`: who may connect, and how a piece is a body of HTTP."""
+"""Sockets and connections below `https_carrier`, and who may connect."""
 
 import asyncio
 import logging
@@ -13,14 +13,12 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-import numpy
-from aiohttp import StreamReader, payload, web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp import web
 
 from megatron_noloco.federation.keys import Identity
-from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Piece
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS
 
-CHUNK_BYTES = 2**18
+WRITE_BYTES = 2**16  # that wait in this process; what a slow connection has, no other one can send
 READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
 KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
 _MOST_STRANGERS = 256  # connections in their handshake
@@ -35,10 +33,9 @@ _OPTIONS = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 60,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
-    (socket.IPPROTO_TCP, 25): 2**18,  # TCP_NOTSENT_LOWAT, which Python does not name
+    (socket.IPPROTO_TCP, 25): 2**16,  # TCP_NOTSENT_LOWAT, which Python does not name
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): round(1000 * PATIENCE_SECONDS),
 }
-Write = Callable[[bytes], Awaitable[object]]
 _sockets = weakref.WeakSet[socket.socket]()
 _no_fork = threading.Lock()  # held while a socket is there and not yet among them
 
@@ -97,6 +94,7 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_BYTES)
         certificate = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
         self.slot, self.ends = self._server.identity.owner_of(certificate)
         self._server.connections.add(self)
@@ -197,55 +195,8 @@ class Server:
         )
 
 
-async def receive(content: StreamReader, size: int, note: Callable[[], object]) -> memoryview:
-    """Return a body of so many bytes. Raises ConnectionError and TimeoutError.
-
-    Args:
-        note: is called with each chunk that comes.
-    """
-    blob, at = numpy.empty(size, numpy.uint8).data, 0  # the system gives memory as it is written
-    async with asyncio.timeout(PATIENCE_SECONDS) as limit:
-        while at < size:
-            chunk = await content.readany()
-            if not chunk or len(chunk) > size - at:
-                raise ConnectionError("the body has another length")
-            blob[at : at + len(chunk)] = chunk
-            at += len(chunk)
-            note()
-            limit.reschedule(asyncio.get_running_loop().time() + PATIENCE_SECONDS)
-    return blob
-
-
-async def send(piece: Piece, write: Write, note: Callable[[], object] = lambda: None) -> None:
-    """Write a piece. Raises RefusedError once it is withdrawn, TimeoutError when nobody reads.
-
-    Args:
-        note: is called with each chunk that goes.
-    """
-    for start in range(0, piece.size, CHUNK_BYTES):
-        await send_chunk(piece.read(start, start + CHUNK_BYTES), write)
-        note()
-
-
-async def send_chunk(chunk: bytes, write: Write) -> None:
-    """Write some bytes. Raises TimeoutError when nobody reads."""
+async def send(text: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
+    """Write to a connection. Raises TimeoutError when nobody reads."""
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await write(chunk)
+        await write(text)
         await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
-
-
-class PieceBody(payload.Payload):
-    """A piece as the body of a request; see `send`."""
-
-    def __init__(self, piece: Piece, note: Callable[[], object] = lambda: None) -> None:
-        super().__init__(piece)
-        self._size, self._note = piece.size, note
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        await send(self._value, writer.write, self._note)
-
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        await self.write(writer)
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        raise TypeError("a piece is no text")

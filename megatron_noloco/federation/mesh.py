@@ -4,7 +4,7 @@
     mesh.offer("round/7/bucket/0", piece, to=taker)    piece = mesh.fetch(giver, "round/7/bucket/0")
 
 A fetch of a piece that is not offered yet waits. A fetch may be repeated, and changes nothing at the giver. So
-there is no connection to keep, no order of messages to agree on, and what is lost is asked for again.
+there is no order of messages to agree on, and what is lost is asked for again.
 
 A *member* is one process: a slot, and an incarnation by which a restarted job is another member. Its *status* is
 what it publishes to all (`statuses`). A `Carrier` moves statuses and pieces: over HTTPS (`https_carrier`), through
@@ -187,7 +187,7 @@ class Fetch:
         outcome: what has come; None: nothing yet.
         carrier: that was asked last; None: none was yet.
         is_sent: whether the giver sends it unasked, where its carrier can: in a folder.
-        is_large: whether it may wait for other large pieces of the giver.
+        is_large: whether it may wait for other large pieces of the giver; over HTTPS it passes beside the link.
         number: of no other fetch of this process.
     """
 
@@ -244,7 +244,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def send(self, to: Member, name: str, piece: Piece) -> None:
-        """Bring a piece to a member that will ask for it, where the way of a wish is long."""
+        """Bring a piece to a member that will ask for it, where that is of use."""
 
     @abstractmethod
     def close(self) -> None:

@@ -44,7 +44,16 @@ from torch import Tensor
 from megatron_noloco.federation.codes import Coding, Phases
 from megatron_noloco.federation.gather import Gather, Leader, Transfer
 from megatron_noloco.federation.members import NO_PART, STOPPED, WORD_SECONDS
-from megatron_noloco.federation.mesh import Blob, Fetch, LostError, Member, Mesh, Patience, RefusedError
+from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
+    Blob,
+    Fetch,
+    LostError,
+    Member,
+    Mesh,
+    Patience,
+    RefusedError,
+)
 from megatron_noloco.federation.movement import Movement
 from megatron_noloco.federation.pairing import Pairing
 from megatron_noloco.federation.partners import Partners
@@ -448,8 +457,9 @@ class _Round:
             mesh.offer(f"{name}b/{at}/{phase}", content, self._partner)
             for expected in range(phase, max(phase, large_phase) + 1):
                 if (at, expected) not in fetches:
+                    is_large = expected == large_phase and 4 * len(buckets[at]) > BULK_BYTES
                     fetches[at, expected] = mesh.begin(
-                        self._partner, f"{name}b/{at}/{expected}", True, expected == large_phase
+                        self._partner, f"{name}b/{at}/{expected}", True, is_large
                     )
 
         def start(at: int) -> None:

@@ -16,13 +16,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
-from megatron_noloco.federation import https_carrier, https_client, https_links, https_server, mesh
-from megatron_noloco.federation.https_answers import Answers, is_name
+from megatron_noloco.federation import (
+    https_carrier,
+    https_client,
+    https_links,
+    https_server,
+    https_transfers,
+    mesh,
+)
+from megatron_noloco.federation.https_answers import Answers
 from megatron_noloco.federation.https_carrier import HttpsCarrier
+from megatron_noloco.federation.https_transfers import is_name
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import Member, Mesh, StalledError
 from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
@@ -104,10 +112,10 @@ def world() -> Iterator[World]:
         someone.close()
 
 
-def exchange(giver: Someone, taker: Someone, name: str, size: int = 100) -> None:
+def exchange(giver: Someone, taker: Someone, name: str, size: int = 100, is_large: bool = False) -> None:
     content = os.urandom(size)
     giver.mesh.offer(name, content, to=taker.me)
-    fetch = taker.mesh.begin(giver.me, name)
+    fetch = taker.mesh.begin(giver.me, name, is_large=is_large)
     assert taker.result(fetch) == content
     giver.mesh.withdraw(name)
 
@@ -116,7 +124,7 @@ def exchange_all(one: Someone, other: Someone) -> None:
     """Exchange a small and a large piece, both ways."""
     for number, (giver, taker) in enumerate([(one, other), (other, one)]):
         exchange(giver, taker, f"small/{number}")
-        exchange(giver, taker, f"large/{number}", 2**22 + 1)
+        exchange(giver, taker, f"large/{number}", 2**22 + 1, is_large=True)
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
@@ -129,7 +137,7 @@ def test_pieces_pass_both_ways(world: World, slots: tuple[int, int], listens: bo
 
 
 @pytest.mark.parametrize("slot", [0, 2])
-def test_a_member_that_advertises_a_wrong_address_acts(world: World, slot: int) -> None:
+def test_a_member_that_advertises_a_wrong_address_dials(world: World, slot: int) -> None:
     """As behind a router: the other one fails to dial it, and it opens the link."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         wrong = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -150,41 +158,60 @@ def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:
     first = world.add(0)
     second = world.add(1, [first], listens=False)
     world.meet()
-    first.mesh.offer("round/1", b"piece", second.me)
-    assert bytes(second.mesh.fetch(first.me, "round/1", LONG)) == b"piece"
+    exchange(first, second, "round/1", is_large=True)
     opened = [one for one in https_server._sockets if _is_connected(one)]
-    assert len(opened) >= 4, "a link and a piece, both ends"
+    assert len(opened) >= 4, "a link and a stream, both ends"
     for one in opened:
         assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350
 
 
-def test_a_late_answer_costs_no_connection(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The taker wishes no more for a piece that has come, and says so on the link before its answer arrives."""
-    take, opened = Answers._get, list[socket.socket]()
-
-    async def late(*arguments: Any) -> Any:
-        answer = await take(*arguments)
-        await asyncio.sleep(0.3)
-        return answer
+def test_connections_are_kept_from_piece_to_piece(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one has a handshake, and is slow at first."""
+    opened = list[socket.socket]()
 
     def count(info: Any) -> socket.socket:
         opened.append(https_server.open_socket(info))
         return opened[-1]
 
-    monkeypatch.setattr(https_carrier, "_ANSWER_SECONDS", LONG)
-    monkeypatch.setattr(Answers, "_get", late)
     monkeypatch.setattr(https_client, "open_socket", count)
-    taker = world.add(0)
-    giver = world.add(1, [taker])
+    one = world.add(0)
+    other = world.add(1, [one])
     world.meet()
-    for number in range(4):
-        exchange(giver, taker, f"small {number}")
-        exchange(giver, taker, f"large {number}", size=2**17)
-        time.sleep(0.5)  # until the answers have come
+    for number in range(8):
+        for giver, taker in ((one, other), (other, one)):
+            exchange(giver, taker, f"small/{number}")
+            exchange(giver, taker, f"large/{number}", 2**20, is_large=True)
         if number == 0:
             first = len(opened)
     assert len(opened) == first
+
+
+def test_streams_that_were_idle_end_and_open_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(https_carrier, "_IDLE_SECONDS", 0.2)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    for number in range(3):
+        exchange(one, other, f"one/{number}", 2**22, is_large=True)
+        exchange(other, one, f"other/{number}", 2**22, is_large=True)
+        links = [a.carrier._links.peers[b.me.slot].link for a, b in ((one, other), (other, one))]
+        until(lambda links=links: not any(link.streams for link in links))  # type: ignore[misc]
+        assert not any(link.is_over for link in links)
+
+
+def test_a_piece_that_has_come_is_sent_once(world: World) -> None:
+    """Small ones are sent before they are wished, if the taker is known."""
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    until(lambda: one.carrier._links.peers[1].link)
+    one.mesh.offer("word", b"content", to=other.me)
+    transfers = other.carrier._links.peers[0].link.transfers
+    until(lambda: "word" in transfers._sent)
+    assert other.mesh.fetch(one.me, "word") == b"content"
+    assert not transfers._sent
+    assert not transfers._told
 
 
 def _is_connected(opened: socket.socket) -> bool:
@@ -193,14 +220,14 @@ def _is_connected(opened: socket.socket) -> bool:
     return False
 
 
-@pytest.mark.parametrize("giver_acts", [True, False])
+@pytest.mark.parametrize("giver_dials", [True, False])
 def test_a_piece_offered_while_its_taker_is_away_comes_later(
-    giver_acts: bool, world: World, monkeypatch: pytest.MonkeyPatch
+    giver_dials: bool, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.add(0)
     second = world.add(1, [first])
     world.meet()
-    giver, taker = (second, first) if giver_acts else (first, second)
+    giver, taker = (second, first) if giver_dials else (first, second)
     fetch = taker.mesh.begin(giver.me, "piece")
     with monkeypatch.context() as away:
         away.setattr(giver.carrier, "reached", frozenset())
@@ -236,7 +263,7 @@ def _main(key: str, slot: str, seed: str, listens: str) -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         giver, name = line.split()
-        someone.mesh.begin(Member.parse(giver), name)
+        someone.mesh.begin(Member.parse(giver), name, is_large=True)
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -286,18 +313,16 @@ def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCap
     """asyncio writes a line of its own to stderr for each write to a connection that is lost."""
     one = world.add(0)
     rogue = Rogue(world, 3)
-    rogue.introduce(one)
     one.mesh.offer("large", bytes(2**25))
-    for path in (f"{one.me}/{rogue.me}/large", "status"):
+    for is_large in (False, True):
         for _ in range(3):
-            opened = rogue.connect(one)
-            opened.sendall(rogue.head("GET", path))
-            opened.recv(2**10)
-            opened.setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-            )  # cut, with a reset
-            opened.close()
-            time.sleep(0.2)
+            with rogue.link(one) as (opened, _), rogue.stream(one) as stream:
+                rogue.write(opened, json.dumps({"wish": {"1": ["large", is_large]}}).encode())
+                cut = stream if is_large else opened
+                cut.recv(2**16)
+                cut.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
+                cut.close()
+                time.sleep(0.2)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -353,20 +378,27 @@ def test_two_hidden_members_see_and_do_not_reach_each_other(
 
 
 def test_an_absent_member_has_no_wishes(world: World) -> None:
-    """Nor is a piece brought to it for ever."""
     one = world.add(0)
     other = world.add(2, [one])
     world.meet()
-    until(lambda: one.carrier._links.peers[2].link)
-    link = one.carrier._links.peers[2].link
-    one.carrier._soon(one.carrier._take_wishes, link, {"1": "a", "2": "b"})
-    until(lambda: len(one.mesh.offers.takers("")) == 2)
-    one.mesh.offer("a", b"")
+    other.mesh.begin(one.me, "a")
+    until(lambda: len(one.mesh.offers.takers("")) == 1)
     world.end_without_a_word(other)
     until(lambda: other.me not in one.mesh.members())
     until(lambda: not one.mesh.offers.takers(""))
-    tasks = one.carrier._tasks
-    until(lambda: not [task for task in tasks if "_grant" in repr(task.get_coro())])
+
+
+def test_a_wish_that_was_forgotten_is_looked_at_again(world: World) -> None:
+    """The taker seems to be away, as another carrier sees it, before its link counts."""
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    fetch = other.mesh.begin(one.me, "a")
+    until(lambda: one.mesh.offers.takers(""))
+    one.mesh.offers.forget(lambda taker: True)
+    until(lambda: one.mesh.offers.takers(""))
+    one.mesh.offer("a", b"content")
+    assert other.result(fetch) == b"content"
 
 
 def test_a_suspended_process_loses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -686,12 +718,21 @@ class Rogue:
         assert self.statuses.own is not None
         with self.connect(victim) as opened, opened.makefile("rb") as reads:
             opened.sendall(self.head("PUT", "link", Transfer_Encoding="chunked"))
-            self.write(opened, self.statuses.own.line)
+            self.write(opened, self.statuses.own.line.rstrip())
             self.answer = reads.readline()
             yield opened, reads
 
     def write(self, opened: socket.socket, text: bytes) -> None:
         opened.sendall(b"%x\r\n%s\n\r\n" % (len(text) + 1, text))
+
+    @contextmanager
+    def stream(self, victim: Someone) -> Iterator[socket.socket]:
+        """Open a stream of a link that is there."""
+        with self.connect(victim) as opened:
+            opened.sendall(self.head("PUT", "stream", Transfer_Encoding="chunked"))
+            self.write(opened, b"{}")
+            self.answer = opened.recv(2**12)
+            yield opened
 
     def introduce(self, victim: Someone, **status: Any) -> bytes:
         """Open a link for a moment; return the first line of the answer."""
@@ -707,13 +748,21 @@ def test_large_statuses_and_pieces_are_refused_unread(world: World) -> None:
         for _ in range(100):
             rogue.write(opened, bytes(10**5))
         assert not opened.recv(2**12)
-    assert b"200" in rogue.introduce(one)
-    piece = f"{rogue.me}/{one.me}/name"
-    assert b"410" in rogue.request(one, "PUT", piece, Content_Length=str(2**20)), "nobody waits for it"
-    fetch = one.mesh.begin(rogue.me, "name")
-    assert b"413" in rogue.request(one, "PUT", piece, Content_Length=str(2**26 + 1))
-    assert b"200" in rogue.request(one, "PUT", piece, b"content")
-    assert one.result(fetch) == b"content"
+    with rogue.link(one) as (opened, reads):
+        until(lambda: one.mesh.reaches(rogue.me))
+        fetch = one.mesh.begin(rogue.me, "name")
+        part = {"piece": fetch.number, "size": 2**26 + 1, "at": 0, "bytes": 7}
+        rogue.write(opened, json.dumps(part).encode())
+        while reads.readline():  # the link ends
+            pass
+    with rogue.link(one) as (opened, reads):
+        while b'"wish"' not in reads.readline():
+            pass
+        for number in (fetch.number + 1, fetch.number):  # nobody waits for the first
+            part = {"piece": number, "size": 7, "at": 0, "bytes": 7}
+            rogue.write(opened, json.dumps(part).encode() + b"\n%d23456" % (number == fetch.number))
+        until(lambda: fetch.outcome)
+    assert fetch.outcome == b"123456\n"
 
 
 def test_a_member_speaks_for_itself_only(world: World) -> None:
@@ -721,21 +770,18 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
     other = world.add(1, [one])
     world.meet()
     rogue = Rogue(world, 3)
-    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")  # nobody waits for it
-    rogue.introduce(one)
-    assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
-    assert b"403" in rogue.request(one, "GET", f"{one.me}/{other.me}/name")
-    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{Member(0, 1)}/name", b"a")
-    assert b"410" in rogue.request(one, "GET", f"{Member(0, 1)}/{rogue.me}/name")
-    rogue.introduce(one, phase="left")
-    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
+    with rogue.stream(one):
+        assert b"403" in rogue.answer  # it has opened no link
+    one.mesh.offer("another's", b"content", to=other.me)
+    with rogue.link(one) as (opened, reads), rogue.stream(one):
+        assert b"200" in rogue.answer
+        rogue.write(opened, json.dumps({"wish": {"1": ["another's", False]}}).encode())
+        while b'"refused":1,' not in reads.readline():
+            pass
     later = Rogue(world, 3)
     later.introduce(one)
     assert b"410" in rogue.introduce(one)
-    assert b"410" in rogue.request(one, "PUT", f"{rogue.me}/{one.me}/name", b"a")
-    assert b"410" in rogue.request(one, "GET", f"{one.me}/{rogue.me}/name")
     rogue.me = other.me
-    assert b"403" in rogue.request(one, "PUT", f"{other.me}/{one.me}/name", b"a")
     assert b"403" in rogue.introduce(one)
     liar = Rogue(world, 4)
     liar.statuses = later.statuses
@@ -750,6 +796,15 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
         {"known": {"x": [1, 1]}},
         {"known": {"1": 7}},
         {"known": {"1": [[], None]}},
+        {"wish": {"1": ["a"]}},
+        {"wish": {"1": ["\n", True]}},
+        {"wish": {str(number): ["a", True] for number in range(257)}},
+        {"unwish": {"x": 1}},
+        {"piece": 1},
+        {"piece": 1, "size": 5, "at": 3, "bytes": 3},
+        {"piece": 1, "size": math.inf, "at": 0, "bytes": 3},
+        {"refused": [], "why": ""},
+        {"sent": "a", "bytes": 2**16 + 1},
     ],
 )
 def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
@@ -770,13 +825,16 @@ def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.Monk
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
-    monkeypatch.setattr(Answers, "_give", AsyncMock(side_effect=ZeroDivisionError))
-    with pytest.raises(StalledError):
-        other.mesh.fetch(one.me, "piece", 2.0)
+    grant = Mock(side_effect=[ZeroDivisionError, None])
+    with monkeypatch.context() as patch:
+        patch.setattr(https_transfers.Transfers, "_grant", grant)
+        fetch = other.mesh.begin(one.me, "piece")
+        until(lambda: grant.call_count == 2)  # on the next link
     (line,) = one.lines
     assert line.startswith("a request could not be answered: ZeroDivisionError")
     one.lines.clear()
     assert one.sees(other)
+    other.mesh.cancel(fetch)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\nb", "", "x" * 129, 7])
@@ -826,17 +884,20 @@ def test_floods_of_wishes_and_connections_are_limited(world: World, monkeypatch:
     rogue = Rogue(world, 3)
     rogue.introduce(one)
     opened = [rogue.connect(one) for _ in range(80)]
-    for number, connection in enumerate(opened):
-        with suppress(OSError):
-            for wish in range(20):
-                connection.sendall(rogue.head("GET", f"{one.me}/{rogue.me}/name/{number}/{wish}"))
     time.sleep(0.5)
     assert sum(connection.slot == 3 for connection in one.carrier._server.connections) <= 40
-    assert len(one.mesh.offers.takers("")) <= 40
-    exchange(one, other, "piece")
-    exchange(other, one, "piece")
     for connection in opened:
         connection.close()
+    wishes = {str(number): [f"name/{number}", False] for number in range(256)}
+    with rogue.link(one) as (link, reads):
+        rogue.write(link, json.dumps({"wish": wishes}).encode())
+        until(lambda: len(one.mesh.offers.takers("")) == 256)
+        rogue.write(link, json.dumps({"wish": {"256": ["one more", False]}}).encode())
+        while reads.readline():  # the link ends
+            pass
+    until(lambda: not one.mesh.offers.takers(""))
+    exchange(one, other, "piece")
+    exchange(other, one, "piece")
 
 
 def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -845,15 +906,12 @@ def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest
     other = world.add(1, [one])
     world.meet()
     rogue = Rogue(world, 3)
-    rogue.introduce(one)
     one.mesh.offer("large", bytes(2**25))
-    opened = [rogue.connect(one) for _ in range(8)]
-    for connection in opened:
-        connection.sendall(rogue.head("GET", f"{one.me}/{rogue.me}/large"))
-    assert other.mesh.fetch(one.me, "large", LONG) == bytes(2**25)
-    until(lambda: not any(connection.slot == 3 for connection in one.carrier._server.connections))
-    for connection in opened:
-        connection.close()
+    with rogue.link(one) as (opened, _), rogue.stream(one):
+        wishes = {"1": ["large", True], "2": ["large", False]}
+        rogue.write(opened, json.dumps({"wish": wishes}).encode())
+        assert other.mesh.fetch(one.me, "large", LONG) == bytes(2**25)
+        until(lambda: not any(connection.slot == 3 for connection in one.carrier._server.connections))
 
 
 # Visitors

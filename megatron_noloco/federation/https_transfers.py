@@ -1,0 +1,268 @@
+"""The pieces of a link: what each side wishes of the other, and sends.
+
+| line, both ways | says |
+|---|---|
+| {"wish": {NUMBER: [NAME, IS_LARGE]}} | which pieces the writing member wants of the other |
+| {"unwish": [NUMBER, ...]} | which it does not want any more |
+| {"piece": NUMBER, "size": BYTES, "at": BYTE, "bytes": BYTES} | a part of a piece follows the line |
+| {"refused": NUMBER, "why": TEXT} | a wish is never granted |
+| {"sent": NAME, "bytes": BYTES} | a small piece follows that the reading member will wish; it may forget it |
+
+Small pieces pass on the link itself, between its lines. Large ones pass on *streams*: connections of the link for
+pieces alone, so that nothing waits for them. Each stream takes the next part of the first piece that is not sent,
+so a slow one holds nothing up. A link and its streams end together; what is still wished is said again on the
+next link.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy
+from aiohttp import StreamReader
+
+from megatron_noloco.federation.mesh import (
+    BULK_BYTES,
+    MOST_NAME_CHARACTERS,
+    MOST_PIECE_BYTES,
+    MOST_WISHES,
+    PATIENCE_SECONDS,
+    Fetch,
+    Member,
+    Mesh,
+    Piece,
+    RefusedError,
+)
+
+MOST_STREAMS = 8  # of a link: where packets are lost, each connection is slow
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # for a line that is
+_PART_BYTES = 2**16
+_MOST_SENT = 16  # pieces that are kept
+_AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
+
+
+class Transfers:
+    """The pieces that pass over a link; used by the thread of the links.
+
+    Args:
+        member: the other side.
+        asked: what this member wants of the other, by the number of the fetch.
+        wake: has the lines of the link written.
+
+    Attributes:
+        has_large: set when there may be something to send on a stream, or a stream is to end.
+    """
+
+    def __init__(self, mesh: Mesh, member: Member, asked: Mapping[int, Fetch], wake: asyncio.Event) -> None:
+        self._mesh, self._member, self._asked, self._wake = mesh, member, asked, wake
+        self._loop = asyncio.get_running_loop()
+        self._told = set[int]()
+        self._coming = dict[int, tuple[memoryview, int]]()  # and how many bytes are missing
+        self._sent = dict[str, bytes]()  # to this member before it has wished for it
+        self._granting = dict[int, tuple[Future[Piece], bool]]()  # and whether it is large
+        self._small, self._large = deque[Iterator[bytes]](), deque[Iterator[bytes]]()
+        self.has_large = asyncio.Event()
+
+    def end(self) -> None:
+        """Forget what the other side wishes."""
+        for wish, _ in self._granting.values():
+            wish.cancel()
+        self._granting.clear()
+        self.has_large.set()
+
+    def streams(self) -> int:
+        """Return how many streams are of use."""
+        large = [fetch for fetch in self._asked.values() if fetch.is_large]
+        return min(MOST_STREAMS, len(large) + sum(is_large for _, is_large in self._granting.values()))
+
+    # What is written
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield what is new of the own wishes, and the next part of a small piece."""
+        asked = dict(islice(self._asked.items(), MOST_WISHES))
+        if gone := self._told - asked.keys():
+            self._told -= gone
+            self._coming = {number: coming for number, coming in self._coming.items() if number not in gone}
+            yield _line({"unwish": list(gone)})
+        for fetch in [fetch for fetch in asked.values() if fetch.name in self._sent]:
+            self._mesh.receive(self._member, fetch.name, self._sent.pop(fetch.name))
+            del asked[fetch.number]
+        if new := asked.keys() - self._told:
+            self._told |= new
+            wishes = {
+                number: [fetch.name, fetch.is_large] for number, fetch in asked.items() if number in new
+            }
+            yield _line({"wish": wishes})
+        if part := _part(self._small):
+            self._wake.set()  # there may be more
+            yield part
+
+    async def texts(
+        self, is_over: Callable[[], bool], idle_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
+        """Yield what to write to a stream, until it is over, or idle for so many seconds."""
+        yield _line({})  # aiohttp sends the head of a request or an answer with its first bytes
+        while not is_over():
+            self.has_large.clear()
+            if part := _part(self._large):
+                yield part
+                continue
+            try:
+                async with asyncio.timeout(idle_seconds):
+                    await self.has_large.wait()
+            except TimeoutError:
+                if not self.streams():
+                    return
+
+    def _parts(self, number: int, piece: Piece) -> Iterator[bytes]:
+        """Yield a piece; less of it where it is not wished any more, or withdrawn."""
+        for start in range(0, max(1, piece.size), _PART_BYTES):
+            if number not in self._granting:
+                return
+            try:
+                content = piece.read(start, start + _PART_BYTES)
+            except RefusedError as error:
+                yield self._refusal(number, error)
+                return
+            line = {"piece": number, "size": piece.size, "at": start, "bytes": len(content)}
+            yield _line(line) + content
+            self._mesh.note_bytes(self._member)
+        self._granting.pop(number, None)
+
+    def send(self, name: str, piece: Piece) -> None:
+        """Send a small piece that the other side has not wished for yet."""
+        if piece.size <= BULK_BYTES:
+            with suppress(RefusedError):
+                content = piece.read()
+                self._small.append(iter([_line({"sent": name, "bytes": len(content)}) + content]))
+                self._wake.set()
+                self._mesh.note_bytes(self._member)
+
+    def _refusal(self, number: int, error: BaseException) -> bytes:
+        self._granting.pop(number, None)
+        return _line({"refused": number, "why": str(error)})
+
+    # What is read
+
+    async def hear(self, line: Mapping[str, Any], content: StreamReader) -> bool:
+        """Take a line, and what follows it; return whether it is of a kind of the table.
+
+        Raises `MALFORMED`, ConnectionError and TimeoutError.
+        """
+        if "piece" in line:
+            number, *numbers = (int(line[name]) for name in ("piece", "size", "at", "bytes"))
+            await self._receive(number, *numbers, content=content)
+        elif "sent" in line:
+            await self._keep(line["sent"], int(line["bytes"]), content)
+        elif "refused" in line:
+            number = int(line["refused"])
+            self._told.discard(number)
+            self._coming.pop(number, None)
+            if (fetch := self._asked.get(number)) is not None:
+                self._mesh.refuse(self._member, fetch.name, str(line["why"]))
+        elif "unwish" in line:
+            for number in map(int, line["unwish"]):
+                if (granting := self._granting.pop(number, None)) is not None:
+                    granting[0].cancel()
+        elif "wish" in line:
+            for number, (name, is_large) in line["wish"].items():
+                if not is_name(name) or len(self._granting) >= MOST_WISHES:
+                    raise ValueError("not a name, or too many wishes")
+                self._grant(int(number), name, is_large is True)
+        else:
+            return False
+        return True
+
+    async def _receive(self, number: int, size: int, at: int, count: int, *, content: StreamReader) -> None:
+        if not (0 <= at <= at + count <= size <= MOST_PIECE_BYTES):
+            raise ValueError("too large a piece")
+        if number in self._told and number not in self._coming:
+            self._coming[number] = numpy.zeros(size, numpy.uint8).data, size
+        blob, _ = self._coming.get(number, (None, 0))
+        if blob is not None and size != len(blob):
+            raise ValueError("another size than before")
+        left = count
+        async with asyncio.timeout(PATIENCE_SECONDS) as limit:
+            while left:
+                if not (part := await content.read(left)):
+                    raise ConnectionError("the connection has ended in a piece")
+                if blob is not None:
+                    blob[at : at + len(part)] = part
+                at, left = at + len(part), left - len(part)
+                self._mesh.note_bytes(self._member)
+                limit.reschedule(self._loop.time() + PATIENCE_SECONDS)
+        if blob is None or number not in self._coming:
+            return
+        _, missing = self._coming[number]
+        self._coming[number] = blob, missing - count
+        if missing <= count:
+            del self._coming[number]
+            self._told.discard(number)
+            if (fetch := self._asked.get(number)) is not None:
+                self._mesh.receive(self._member, fetch.name, blob)
+
+    async def _keep(self, name: Any, count: int, content: StreamReader) -> None:
+        if not is_name(name) or not 0 <= count <= BULK_BYTES:
+            raise ValueError("not a name, or too large a piece")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            try:
+                self._sent[name] = await content.readexactly(count)
+            except asyncio.IncompleteReadError:
+                raise ConnectionError("the connection has ended in a piece") from None
+        self._mesh.note_bytes(self._member)
+        if len(self._sent) > _MOST_SENT:
+            del self._sent[next(iter(self._sent))]
+        self._wake.set()  # it may be wished by now
+
+    def _grant(self, number: int, name: str, is_large: bool) -> None:
+        """Send a piece once it is offered, or why it never comes."""
+        wish = self._mesh.offers.wish(name, self._member)
+        self._granting[number] = wish, is_large
+        wish.add_done_callback(partial(self._soon, self._granted, number, name, is_large))
+
+    def _soon(self, *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(*arguments)
+
+    def _granted(self, number: int, name: str, is_large: bool, wish: "Future[Piece]") -> None:
+        if self._granting.get(number, (None,))[0] is not wish:
+            return
+        if wish.cancelled():  # there are too many, or the other side was away
+            self._loop.call_later(_AGAIN_SECONDS, self._grant_again, number, name, is_large, wish)
+        elif (error := wish.exception()) is not None:
+            self._small.append(iter([self._refusal(number, error)]))
+            self._wake.set()
+        elif is_large:
+            self._large.append(self._parts(number, wish.result()))
+            self.has_large.set()
+        else:
+            self._small.append(self._parts(number, wish.result()))
+            self._wake.set()
+
+    def _grant_again(self, number: int, name: str, is_large: bool, wish: "Future[Piece]") -> None:
+        if self._granting.get(number, (None,))[0] is wish:
+            self._grant(number, name, is_large)
+
+
+def _part(queue: deque[Iterator[bytes]]) -> bytes | None:
+    """Return the next part of the first piece; None: there is none."""
+    while queue:
+        if (part := next(queue[0], None)) is not None:
+            return part
+        queue.popleft()
+    return None
+
+
+def is_name(name: Any) -> bool:
+    """Return whether a piece may have this name."""
+    return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable()
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
