@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.options import (
     CHECKPOINT,
     Commands,
@@ -23,7 +23,7 @@ from megatron_noloco.cli.options import (
     size,
     utf8,
 )
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import write_text, writing
 
 if TYPE_CHECKING:

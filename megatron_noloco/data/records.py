@@ -11,7 +11,7 @@ from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
 from megatron_noloco.data.encode import ROLES, Counts, Sequence, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import check_whole_characters
 
 RECORD_KEYS = "messages", "prompt"  # of which a record has one
@@ -159,10 +159,9 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 def _read(item: Input, template: ChatTemplate, counts: Counts) -> Iterator[_Record]:
     for place, content in item.rows(counts.advance):
-        try:
-            yield _record_of(without_nulls(content), item.name, template, counts)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+        with prefix_errors_with(place):
+            record = _record_of(without_nulls(content), item.name, template, counts)
+        yield record
 
 
 def without_nulls(value: Any) -> Any:

@@ -28,7 +28,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data, check_source, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.membership import Membership, network_of
@@ -293,12 +293,10 @@ def _check_load(load: str, jobs: Iterable[Path]) -> None:
         return
     if any(any(continued_from(job / "checkpoints", load)) for job in jobs):
         return
-    try:
+    with prefix_errors_with("checkpoint.load"):
         if (wrong := _not_a_step(Path(load))) is not None:
             raise UserError(f"{load}: {wrong}")
         read_manifests(Path(load))
-    except UserError as error:
-        raise UserError(f"checkpoint.load: {error}") from None
 
 
 def _not_a_step(folder: Path) -> str | None:
