@@ -160,12 +160,9 @@ def preprocess(
         prefix: path of the dataset, without the key.
         max_lost: share of the characters that the tokenizer may lose.
     """
-    try:
-        output = prefix.with_name(f"{prefix.name}_{key}_document")
-    except ValueError:
-        raise UserError(
-            f"--output-prefix {prefix}, --json-keys {key}: make no name of a file, as data/corpus and text do"
-        ) from None
+    if not prefix.name:
+        raise UserError(f"--output-prefix {prefix}: names no file, as data/corpus does")
+    output = Path(f"{prefix}_{key}_document")
     source = TextSource(", ".join(inputs), max_lost=max_lost, option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:

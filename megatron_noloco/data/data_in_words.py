@@ -49,19 +49,22 @@ def _records_in_words(name: str, made: Made, blends: Sequence[Blend]) -> str:
 
 
 def indexed_in_words(
-    datasets: Iterable[IndexedDataset], blends: Sequence[Blend | None], tokenizer: Tokenizer
+    datasets: Iterable[IndexedDataset], blends: Sequence[Blend | None], tokenizer: Tokenizer, needs: Needs
 ) -> list[str]:
     """Return lines about datasets that were there.
 
-    Raises UserError for one that lacks a BOS that the run's documents are to begin with.
+    Raises UserError for one that lacks the BOS with which the run's documents begin, or the ends that it needs.
     """
     lines = [f"{split}: {_blend_in_words(blend)}" for split, blend in zip(SPLITS, blends, strict=True)]
-    bos = tokenizer.beginning_of_document
+    bos, fields = tokenizer.beginning_of_document, ("reset_attention_mask", "eod_mask_loss")
+    needed = next((field for field in fields if getattr(needs.documents, field, False)), "")
     for prefix, dataset in {dataset.name: dataset for dataset in datasets}.items():
         if not dataset.ends_with(tokenizer.end_of_document):
             lines.append(
                 f"documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
             )
+            if needed:
+                raise UserError(f"data.{needed}: {lines[-1]}, so they cannot be separated")
         begins = dataset.tokens[0] == bos
         if tokenizer.before_document and not begins:
             raise UserError(

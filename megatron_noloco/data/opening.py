@@ -87,13 +87,10 @@ class Opened:
 
     def blend(self, needs: Needs, split: int) -> Blend:
         """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-        members = self._members(split)
-        for dataset, _ in members:
-            _check_ends(dataset, needs)
         parts = [self._samples(part, needs, split) for part in self.parts(split)]
         for part in parts:
             _check_tokens(part, needs.vocab_size)
-        return Blend(parts, [weight for _, weight in members])
+        return Blend(parts, [weight for _, weight in self._members(split)])
 
     def parts(self, split: int) -> list[Dataset]:
         """Return the datasets of a split, or what it has of them; raises UserError."""
@@ -145,7 +142,7 @@ class Opened:
         blends = [training, validation]
         if isinstance(self.source, IndexedSource):
             datasets = [dataset for members in self.members for dataset, _ in members or ()]
-            lines = indexed_in_words(datasets, blends, self.tokenizer)
+            lines = indexed_in_words(datasets, blends, self.tokenizer, needs)
         else:
             lines = [made_in_words(self._members(TRAINING)[0][0], blends)]
         lines += epochs(training, needs)
@@ -237,17 +234,3 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> Index
 def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
     """Raise UserError for a token outside the vocabulary."""
     check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)
-
-
-def _check_ends(dataset: IndexedDataset, needs: Needs) -> None:
-    """Raise UserError if documents are to be separated, and none of a dataset ends with the token for it."""
-    documents = needs.documents
-    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
-        return
-    if dataset.ends_with(documents.end_of_document):
-        return
-    field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
-    raise UserError(
-        f"data.{field}: no document of {dataset.name} ends with the end-of-document token "
-        f"({documents.end_of_document}), so documents cannot be separated; preprocess it with --append-eod"
-    )
