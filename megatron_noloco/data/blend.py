@@ -46,17 +46,13 @@ class Blend:
         """Return the order in which a run of this seed, or a slot of a federation, reads the samples."""
         return Order(tuple(map(len, self.parts)), self.weights, seed, slot)
 
-    def checksum(self, most: int | None = None) -> int:
-        """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold.
-
-        Args:
-            most: elements of an excerpt; None: as `excerpt` says.
-        """
+    def checksum(self) -> int:
+        """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold."""
         checksum = 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             checksum = zlib.crc32(f"{len(part)} {part.learnt} {weight}".encode(), checksum)
             for array in part.contents:
-                checksum = zlib.crc32(np.ascontiguousarray(excerpt(array, most)).data, checksum)
+                checksum = zlib.crc32(np.ascontiguousarray(excerpt(array)).data, checksum)
         return checksum
 
     def frequencies(self, vocab_size: int, pseudocount: int) -> np.ndarray:

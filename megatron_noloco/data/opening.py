@@ -18,7 +18,6 @@ from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordS
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
-_FINGERPRINT_TOKENS = 1 << 16
 TRAINING, VALIDATION = range(2)
 
 # Counters of a checkpoint, with the checksums of the training and of the validation data
@@ -36,14 +35,12 @@ class Data:
 
     @cached_property
     def checksums(self) -> dict[str, int]:
-        """Checksums of the training and of the validation data, by the names of a checkpoint's counters."""
+        """Checksums of the training and of the validation data, by the names of a checkpoint's counters.
+
+        All ranks of a job must have the same.
+        """
         found = {TRAINING_DATA: self.training.checksum()}
         return found | ({VALIDATION_DATA: self.validation.checksum()} if self.validation else {})
-
-    @cached_property
-    def fingerprint(self) -> list[int]:
-        """Checksums of a small part of all data, which all ranks of a job must have alike."""
-        return [blend.checksum(_FINGERPRINT_TOKENS) for blend in (self.training, self.validation) if blend]
 
     @cached_property
     def unigram_entropy(self) -> float:

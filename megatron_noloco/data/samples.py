@@ -150,13 +150,13 @@ class ShuffledSamples(Samples):
         return np.cumsum(np.concatenate(sums))
 
 
-def excerpt(array: np.ndarray | Offsets, most: int | None = None) -> np.ndarray:
-    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
-    most = most or _EXCERPT_TOKENS
-    if len(array) <= most:
+def excerpt(array: np.ndarray | Offsets) -> np.ndarray:
+    """Return up to `_EXCERPT_TOKENS` elements, evenly spread over the array in 16 stretches."""
+    if len(array) <= _EXCERPT_TOKENS:
         return array[:]
-    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
-    return np.concatenate([array[start : start + most // 16] for start in starts])
+    length = _EXCERPT_TOKENS // 16
+    starts = np.linspace(0, len(array) - length, 16).astype(int)
+    return np.concatenate([array[start : start + length] for start in starts])
 
 
 def in_samples(number: int, seq_length: int) -> str:

@@ -73,7 +73,7 @@ class Joined(NamedTuple):
         start: where the training begins or continues.
         data: the data of the run.
         validation: microbatches of each dataset of the blend.
-        settings: of the checkpoints, with the checksums of the training data as rank 0 reads them.
+        settings: of the checkpoints, with the checksums of the data.
     """
 
     by_recipe: dict[str, Any]

@@ -101,13 +101,13 @@ class TestIndexed:
         assert one != other
 
     @pytest.mark.parametrize("paths", [("a", "b"), ("b", "a")], ids=["validation", "training"])
-    def test_the_fingerprint_that_ranks_compare_sees_both_splits(self, paths: tuple[str, str]) -> None:
+    def test_the_checksums_that_ranks_compare_see_both_splits(self, paths: tuple[str, str]) -> None:
         same, other = (
-            build(train_data_path=[training], valid_data_path=validation).fingerprint
+            build(train_data_path=[training], valid_data_path=validation).checksums
             for training, validation in (("a", "a"), paths)
         )
         assert same != other
-        assert same == build(train_data_path=["a"], valid_data_path="a").fingerprint
+        assert same == build(train_data_path=["a"], valid_data_path="a").checksums
 
     def test_each_split_may_have_paths_of_its_own(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
