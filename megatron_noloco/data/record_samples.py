@@ -22,7 +22,7 @@ class RecordSamples:
     Attributes:
         cut: number of sequences that are longer than a sample, and cut.
         left_out: number of sequences that are left out.
-        learnt: number of tokens that have a loss.
+        contents, learnt, tokens_per_sample: see `Samples`.
     """
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
@@ -51,16 +51,13 @@ class RecordSamples:
         samples = pack(inputs.tolist(), seq_length) if packed else [[place] for place in range(len(inputs))]
         self._ends = np.cumsum([len(places) for places in samples])
         self._places = np.concatenate(samples, dtype=np.int64)
+        self.contents = self._tokens, self._mask, self._lengths
+        self.tokens_per_sample = float(inputs.sum()) / len(self)
 
     def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Return where each record begins in the tokens, and its length, int64 [records]."""
         offsets = dataset.offsets[:] - dataset.offsets[:1]
         return offsets[:-1], np.diff(offsets)
-
-    @property
-    def tokens_per_sample(self) -> float:
-        """Mean number of tokens in a sample, padding left out."""
-        return float((self._lengths - 1).sum()) / len(self)
 
     def _learnt(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Return how many tokens of each record have a loss, the first token aside, int64 [records]."""
@@ -72,19 +69,9 @@ class RecordSamples:
             found.append(sums[ends - starts[0]] - sums[starts + 1 - starts[0]])
         return np.concatenate(found)
 
-    def _record(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a record, as far as they fit, and whether each has a loss."""
-        read = slice(self._begins[place], self._begins[place] + self._lengths[place])
-        return self._tokens[read], self._mask[read]
-
     def some_labels(self) -> np.ndarray:
         """Return tokens that have a loss: all, or of a large dataset an excerpt."""
         return excerpt(self._tokens)[excerpt(self._mask)]
-
-    @property
-    def contents(self) -> tuple[np.ndarray, ...]:
-        """All that samples are made of: the tokens of all records, which of them are answers, and each length."""
-        return self._tokens, self._mask, self._lengths
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -97,7 +84,8 @@ class RecordSamples:
         documents = np.full(self.seq_length, len(places), dtype=np.int64)
         start = 0
         for number, place in enumerate(places):
-            record, answer = self._record(place)
+            read = slice(self._begins[place], self._begins[place] + self._lengths[place])
+            record, answer = self._tokens[read], self._mask[read]
             stop = start + len(record) - 1
             tokens[start:stop] = record[:-1]
             # Not np.where: tokens may be unsigned, and the negative IGNORED would become a token.

@@ -44,35 +44,29 @@ class Samples:
 
     The first S of these are its tokens, the last S its labels. Neighbouring samples share one token, so that each
     token but the first is a label once; a rest shorter than a sample is left out.
+
+    Attributes:
+        contents: all that samples are made of: first the tokens.
+        learnt: number of tokens that have a loss.
+        tokens_per_sample: mean number of tokens in a sample, padding left out.
     """
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
         self.tokens, self.name = dataset.tokens, dataset.name
+        self.contents: tuple[np.ndarray | Offsets, ...] = (self.tokens,)
+        self.learnt = len(self.tokens)
+        self.tokens_per_sample = float(self.seq_length)
         if len(self.tokens) < self.seq_length + 1:
             raise UserError(
                 f"corpus too small: {self.name} has {len(self.tokens)} tokens, one sample needs "
                 f"seq_length + 1 = {self.seq_length + 1}; give more text, or lower seq_length"
             )
 
-    @property
-    def learnt(self) -> int:
-        """Number of tokens that have a loss."""
-        return len(self.tokens)
-
     def some_labels(self) -> np.ndarray:
         """Return tokens that have a loss: all, or of a large dataset an excerpt."""
         return excerpt(self.tokens)
-
-    @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
-        """All that samples are made of: first the tokens."""
-        return (self.tokens,)
-
-    @property
-    def tokens_per_sample(self) -> float:
-        return self.seq_length
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
@@ -109,11 +103,8 @@ class ShuffledSamples(Samples):
         """Raise UserError when there is no whole sample."""
         super().__init__(dataset, needs)
         self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
+        self.contents = self.tokens, self._offsets
         self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
-
-    @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
-        return self.tokens, self._offsets
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
         stop = start + self.seq_length + 1
