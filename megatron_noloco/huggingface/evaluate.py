@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.blend import Blend, SampleDataset
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.source import hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data import encode
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, TextSource, parse_prefixes
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from megatron_noloco.checkpoint.run_settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import (
-    TokenizerChoice,
     build_tokenizer,
     check_exported,
     find_tokenizer,
@@ -32,7 +31,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, write_copy
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice, write_copy
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import _tokenizer
 from megatron_noloco.training.start import checkpoint_settings
