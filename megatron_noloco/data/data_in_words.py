@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Made
-from megatron_noloco.data.indexed import Dataset, IndexedDataset
+from megatron_noloco.data.indexed import IndexedDataset
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ def epochs(training: Blend, needs: Needs) -> Iterator[str]:
     yield f"epochs in {needs.steps} steps: {', '.join(read)}"
 
 
-def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
+def read_twice(training: Blend, validation: Blend) -> Iterator[str]:
     """Yield how many sequences of validation are also of training, by their lengths, first and last tokens.
 
     Of large datasets some are compared.
@@ -113,9 +113,9 @@ def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[s
         )
 
 
-def _ends_of(datasets: list[Dataset], most: int) -> Iterator[int]:
+def _ends_of(blend: Blend, most: int) -> Iterator[int]:
     """Yield a hash of length, first and last tokens of up to `most` sequences of each dataset, evenly spread."""
-    for dataset in datasets:
+    for dataset in (part.dataset for part in blend.parts):
         places = np.unique(np.arange(most) * dataset.sequences // most)
         begins = dataset.offsets[places] - dataset.offsets[:1]
         lengths = dataset.offsets[places + 1] - dataset.offsets[places]

@@ -59,20 +59,18 @@ class Opened:
     """The datasets of a source, mapped.
 
     Attributes:
-        members: of training and of validation, the datasets of the blend, before they are divided, each with its
-            share; None: there are none.
+        blends: of training and of validation, the datasets before they are divided, each with its share; no
+            datasets: nothing is validated on.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         """Make the dataset, if there is none; raises UserError."""
         self.source, self.tokenizer = source, tokenizer
-        self.members: list[list[tuple[IndexedDataset, float]] | None]
         if isinstance(source, IndexedSource):
             training = self._blend_of(source.train)
-            validation = None if source.validation is None else self._blend_of(source.validation)
-            self.members = [training, training if source.split else validation]
-            return
-        self.members = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
+            self.blends = [training, training if source.split else self._blend_of(source.validation or ())]
+        else:
+            self.blends = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
 
     def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
         """Return the datasets with their shares, by their tokens where none are given."""
@@ -84,26 +82,19 @@ class Opened:
 
     def blend(self, needs: Needs, split: int) -> Blend:
         """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-        parts = [self._samples(part, needs, split) for part in self.parts(split)]
-        for part in parts:
-            _check_tokens(part, needs.vocab_size)
-        return Blend(parts, [weight for _, weight in self._members(split)])
-
-    def parts(self, split: int) -> list[Dataset]:
-        """Return the datasets of a split, or what it has of them; raises UserError."""
-        whole = self.source.split is None
-        return [dataset if whole else self._part(dataset, split) for dataset, _ in self._members(split)]
-
-    def _members(self, split: int) -> list[tuple[IndexedDataset, float]]:
-        if (members := self.members[split]) is None:
+        if not self.blends[split]:
             raise UserError(
                 "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
             )
-        return members
+        parts = [self._samples(self._part(dataset, split), needs, split) for dataset, _ in self.blends[split]]
+        for part in parts:
+            _check_tokens(part, needs.vocab_size)
+        return Blend(parts, [share for _, share in self.blends[split]])
 
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
-        """Return the part of a dataset that a split has, in the order of its sequences or records."""
-        assert self.source.split is not None
+        """Return what a split has of a dataset, in the order of its sequences or records; raises UserError."""
+        if self.source.split is None:
+            return dataset
         documents = dataset.document_bounds
         whole = isinstance(self.source, RecordSource)  # records, of one or more sequences
         bounds = self.source.split.bounds(len(documents) - 1 if whole else dataset.sequences)
@@ -136,15 +127,14 @@ class Opened:
                 f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
                 "gradient_accumulation_steps, model.seq_length or the number of replicas"
             )
-        blends = [training, validation]
+        blends, datasets = [training, validation], [dataset for blend in self.blends for dataset, _ in blend]
         if isinstance(self.source, IndexedSource):
-            datasets = [dataset for members in self.members for dataset, _ in members or ()]
             lines = indexed_in_words(datasets, blends, self.tokenizer, needs)
         else:
-            lines = [made_in_words(self._members(TRAINING)[0][0], blends)]
+            lines = [made_in_words(datasets[0], blends)]
         lines += epochs(training, needs)
         if validation is not None:
-            lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
+            lines += read_twice(training, validation)
         return Data(training, validation, "; ".join(lines), needs.vocab_size)
 
 

@@ -22,7 +22,7 @@ class RecordSamples:
     Attributes:
         cut: number of sequences that are longer than a sample, and cut.
         left_out: number of sequences that are left out.
-        contents, learnt, tokens_per_sample: see `Samples`.
+        dataset, contents, learnt, tokens_per_sample: see `Samples`.
     """
 
     def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
@@ -33,7 +33,7 @@ class RecordSamples:
             padding: the token that pads a sample.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, dataset.name, packed, padding
-        self._tokens = dataset.tokens
+        self.dataset, self._tokens = dataset, dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
         begins, lengths = self._pieces(dataset)
         too_long = lengths > seq_length + 1

@@ -46,6 +46,7 @@ class Samples:
     token but the first is a label once; a rest shorter than a sample is left out.
 
     Attributes:
+        dataset: of which samples are made.
         contents: all that samples are made of: first the tokens.
         learnt: number of tokens that have a loss.
         tokens_per_sample: mean number of tokens in a sample, padding left out.
@@ -54,7 +55,7 @@ class Samples:
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there are fewer than S + 1 tokens."""
         self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
-        self.tokens, self.name = dataset.tokens, dataset.name
+        self.dataset, self.tokens, self.name = dataset, dataset.tokens, dataset.name
         self.contents: tuple[np.ndarray | Offsets, ...] = (self.tokens,)
         self.learnt = len(self.tokens)
         self.tokens_per_sample = float(self.seq_length)
