@@ -11,8 +11,6 @@ from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Sample, Samples, excerpt
 from megatron_noloco.plans.sample_order import Order
 
-_COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
-
 
 class Blend:
     """The samples of datasets, one dataset after the other, and the proportions in which training reads them.
@@ -65,10 +63,7 @@ class Blend:
         """
         shares = np.zeros(vocab_size)
         for part, weight in zip(self.parts, self.weights, strict=True):
-            tokens = part.some_labels()
-            counts = np.full(vocab_size, pseudocount)
-            for start in range(0, len(tokens), _COUNTED_TOKENS):
-                counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)
+            counts = pseudocount + np.bincount(part.some_labels(), minlength=vocab_size)
             shares += weight * (counts / counts.sum())
         return shares
 

@@ -11,8 +11,6 @@ from megatron_noloco.data.samples import IGNORED, Sample, excerpt
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
-_BATCH_RECORDS = 1 << 10  # records whose masks are added up at once
-
 
 class RecordSamples:
     """Samples of one or several whole records (sequences), padded with tokens that have no loss.
@@ -38,7 +36,9 @@ class RecordSamples:
         begins, lengths = self._pieces(dataset)
         too_long = lengths > seq_length + 1
         lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
-        learnt = self._learnt(begins, lengths)
+        # The first token of a record is no label.
+        spans = zip((begins + 1).tolist(), (begins + lengths).tolist(), strict=True)
+        learnt = np.array([np.count_nonzero(self._mask[first:stop]) for first, stop in spans], dtype=np.int64)
         fit = learnt > 0
         self.cut, self.left_out = int((too_long & fit).sum()), int((~fit).sum())
         self._begins, self._lengths, self.learnt = begins[fit], lengths[fit], int(learnt.sum())
@@ -58,16 +58,6 @@ class RecordSamples:
         """Return where each record begins in the tokens, and its length, int64 [records]."""
         offsets = dataset.offsets[:] - dataset.offsets[:1]
         return offsets[:-1], np.diff(offsets)
-
-    def _learnt(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each record have a loss, the first token aside, int64 [records]."""
-        found = []
-        for first in range(0, len(begins), _BATCH_RECORDS):
-            starts = begins[first : first + _BATCH_RECORDS]
-            ends = starts + lengths[first : first + _BATCH_RECORDS]
-            sums = np.cumsum(np.insert(self._mask[starts[0] : ends[-1]], 0, 0), dtype=np.int64)
-            found.append(sums[ends - starts[0]] - sums[starts + 1 - starts[0]])
-        return np.concatenate(found)
 
     def some_labels(self) -> np.ndarray:
         """Return tokens that have a loss: all, or of a large dataset an excerpt."""

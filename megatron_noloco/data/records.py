@@ -30,11 +30,6 @@ class _Record(NamedTuple):
     texts: list[str]  # the texts of the line from which its tokens are made
     file: str
 
-    @property
-    def characters(self) -> int:
-        """Characters of its answers, and before them."""
-        return sum(len(text) for answers in self.lists for answer in answers for text in answer)
-
 
 def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
     """Yield what is learnt of each record, in the order of the lines; a record is a document.
@@ -45,7 +40,7 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
     """
     records = (record for item in inputs for record in _read(item, tokenizer.chat_template, counts))
     alike = (group for _, group in groupby(records, key=lambda record: record.from_template))
-    groups = (group for records in alike for group in in_groups(records, lambda record: record.characters))
+    groups = (group for same in alike for group in in_groups(same, lambda one: sum(map(len, one.texts))))
     for group in read_ahead(groups):
         from_template = group[0].from_template
         pairs = [(text, record.file) for record in group for text in record.texts]
