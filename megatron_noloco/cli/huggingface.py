@@ -137,7 +137,7 @@ def _export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
-    if note := check_exported(output):
+    if note := check_exported(output, source.tokenizer):
         say(note)
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")

@@ -272,7 +272,7 @@ class TestAutoTokenizer:
         })  # fmt: skip
         ours = read(folder, prepend_bos=begins, split_special_tokens=False)
         ours.save(tmp_path / "export", max_length=64)
-        assert check_exported(tmp_path / "export") == ""
+        assert check_exported(tmp_path / "export", ours) == ""
         assert read(tmp_path / "export").adds_bos == begins
         theirs = [
             transformers.AutoTokenizer.from_pretrained(place) for place in (folder, tmp_path / "export")
@@ -313,9 +313,9 @@ class TestAutoTokenizer:
     def test_family_with_own_tokenizer_class_is_named(self, tmp_path: Path) -> None:
         """The export itself is right: it is read by its files."""
         ByteTokenizer().save(tmp_path, max_length=64)
-        assert check_exported(tmp_path) == ""
+        assert check_exported(tmp_path, ByteTokenizer()) == ""
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-        note = check_exported(tmp_path)
+        note = check_exported(tmp_path, ByteTokenizer())
         assert "for this family AutoTokenizer takes Qwen2Tokenizer" in note
 
     def test_a_class_without_fast_tokenizer_is_named(self, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ class TestAutoTokenizer:
 
         ByteTokenizer().save(tmp_path, max_length=64)
         with patch("megatron_noloco.data.auto_tokenizer.load_folder", lambda _: Slow()):
-            note = check_exported(tmp_path)
+            note = check_exported(tmp_path, ByteTokenizer())
         assert "for this family AutoTokenizer takes Slow, which reads other tokens" in note
 
     @pytest.mark.parametrize(
