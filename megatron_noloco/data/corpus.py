@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.data.cache import Entry, Made, Recipe, cache_folder, find_entry, obtain, write_named
-from megatron_noloco.data.encode import Counts, Sequence, encode, files_to_read, read_documents
+from megatron_noloco.data.encode import Counts, encode, files_to_read, read_documents
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, open_indexed
+from megatron_noloco.data.indexed import IndexedDataset, Sequence, open_indexed, write_indexed
 from megatron_noloco.data.inputs import check_outside, find_inputs
 from megatron_noloco.data.records import RECORD_KEYS, encode_records
 from megatron_noloco.data.sources import RecordSource, TextSource
@@ -99,13 +99,9 @@ class Corpus:
 
     def _write(self, folder: Path, advance: Advance) -> Made:
         """Write the dataset, which is that of an `Entry`."""
-        counts = Counts(advance)
-        with IndexedWriter(folder / "data", self.tokenizer.vocab_size, masked=self._of_records) as writer:
-            for sequence in self._sequences(counts):
-                writer.add(*sequence)
-            if not len(writer):
-                raise self._empty(counts)
-            writer.finish()
+        counts, vocab_size = Counts(advance), self.tokenizer.vocab_size
+        if not write_indexed(folder / "data", self._sequences(counts), vocab_size, masked=self._of_records):
+            raise self._empty(counts)
         return counts.made(self.source.path, self.tokenizer)
 
     def _check_lost(self, made: Made) -> None:

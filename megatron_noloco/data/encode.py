@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_noloco.data.cache import Made
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
+from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -32,14 +33,6 @@ ROLES = ("system", "user", "assistant", "tool")  # which templates know
 _EXAMPLES = 3  # of characters that are lost
 # Of a small text, in characters: pieces of 4 KB, but 40 of them, so that each split gets some.
 _SMALL_PIECE, _FEWEST_PIECES, _MANY_PIECES = 1 << 12, 40, 1000
-
-
-class Sequence(NamedTuple):
-    """A document, or a piece of a long one."""
-
-    tokens: np.ndarray  # shape [tokens]
-    ends: bool  # whether it is the last of its document
-    mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
 
 
 class Counts(Counter[str]):

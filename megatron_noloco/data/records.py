@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, Sequence, in_groups, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
+from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import check_whole_characters

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
-from megatron_noloco.data.indexed import IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import Sequence, read_indexed, write_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
@@ -269,17 +269,16 @@ def test_a_package_that_is_missing_is_named(
 class TestDamage:
     @pytest.fixture
     def prefix(self, tmp_path: Path) -> Path:
-        with IndexedWriter(tmp_path / "p", vocab_size=100_000) as writer:
-            for length in (3, 4):
-                writer.add(np.arange(length), ends_document=True)
+        def sequences() -> Iterator[Sequence]:
+            yield Sequence(np.arange(3), True)
+            yield Sequence(np.arange(4), True)
             assert not (tmp_path / "p.idx").exists()
-            writer.finish()
+
+        assert write_indexed(tmp_path / "p", sequences(), vocab_size=100_000) == 2
         return tmp_path / "p"
 
     def test_documents_that_were_never_ended(self, tmp_path: Path) -> None:
-        with IndexedWriter(tmp_path / "open", vocab_size=300) as writer:
-            writer.add(np.arange(3), ends_document=False)
-            writer.finish()
+        write_indexed(tmp_path / "open", [Sequence(np.arange(3), False)], vocab_size=300)
         with pytest.raises(ValueError, match=r"open\.idx: its sequences or documents do not"):
             read_indexed(str(tmp_path / "open"))
 
