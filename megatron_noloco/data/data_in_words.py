@@ -117,9 +117,7 @@ def _ends_of(blend: Blend, most: int) -> Iterator[int]:
     """Yield a hash of length, first and last tokens of up to `most` sequences of each dataset, evenly spread."""
     for dataset in (part.dataset for part in blend.parts):
         places = np.unique(np.arange(most) * dataset.sequences // most)
-        begins = dataset.offsets[places] - dataset.offsets[:1]
-        lengths = dataset.offsets[places + 1] - dataset.offsets[places]
-        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        for begin, length in zip(*dataset.spans(places), strict=True):
             tokens = dataset.tokens[begin : begin + length]
             ends = np.concatenate([tokens[:_COMPARED_TOKENS], tokens[-_COMPARED_TOKENS:]], dtype=np.int32)
             yield hash((length, ends.tobytes()))

@@ -54,6 +54,11 @@ class Dataset:
         """How many there are."""
         return len(self.offsets) - 1
 
+    def spans(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where sequences begin in the tokens, and their lengths."""
+        begins = self.offsets[sequences]
+        return begins - self.offsets[:1], self.offsets[sequences + 1] - begins
+
 
 @dataclass(frozen=True)
 class IndexedDataset(Dataset):

@@ -12,7 +12,7 @@ from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.corpus import corpus_of, corpus_of_any
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
 from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
-from megatron_noloco.data.record_samples import DocumentSamples, RecordSamples
+from megatron_noloco.data.record_samples import RecordSamples, documents_apart
 from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -113,8 +113,8 @@ class Opened:
     def _samples(self, part: Dataset, needs: Needs, split: int) -> Samples | RecordSamples:
         """Return samples; those of validation are not shuffled, so that every run is evaluated on the same."""
         if isinstance(self.source, RecordSource):
-            end = self.tokenizer.end_of_document
-            return RecordSamples(part, needs.seq_length, self.source.packed, end)
+            spans, end = part.spans(np.arange(part.sequences)), self.tokenizer.end_of_document
+            return RecordSamples(part, spans, needs.seq_length, self.source.packed, end)
         return ShuffledSamples(part, needs) if split == TRAINING else Samples(part, needs)
 
     def divided(self, needs: Needs) -> Data:
@@ -202,11 +202,13 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    dataset = open_any(data, tokenizer, cache)
+    dataset, length = open_any(data, tokenizer, cache), needs.seq_length
     if dataset.mask is None:
-        samples: RecordSamples = DocumentSamples(dataset, needs.seq_length, tokenizer)
+        spans = documents_apart(dataset, length, tokenizer)
+        length = int(spans[1].max()) - 1  # no longer than the longest document
     else:
-        samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
+        spans = dataset.spans(np.arange(dataset.sequences))
+    samples = RecordSamples(dataset, spans, length, packed=True, padding=tokenizer.end_of_document)
     _check_tokens(samples, needs.vocab_size)
     return samples, dataset.notes
 

@@ -11,6 +11,9 @@ from megatron_noloco.data.samples import IGNORED, Sample, excerpt
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
+Spans = tuple[np.ndarray, np.ndarray]
+"""Where records begin in the tokens of a dataset, and their lengths, each int64 [records]."""
+
 
 class RecordSamples:
     """Samples of one or several whole records (sequences), padded with tokens that have no loss.
@@ -23,22 +26,25 @@ class RecordSamples:
         dataset, contents, learnt, tokens_per_sample: see `Samples`.
     """
 
-    def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
+    def __init__(self, dataset: Dataset, spans: Spans, seq_length: int, packed: bool, padding: int) -> None:
         """Raise UserError when all records are left out.
 
         Args:
+            spans: the records.
             packed: whether a sample holds as many records as fit, as separate documents; otherwise one.
             padding: the token that pads a sample.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, dataset.name, packed, padding
         self.dataset, self._tokens = dataset, dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
-        begins, lengths = self._pieces(dataset)
+        begins, lengths = spans
         too_long = lengths > seq_length + 1
         lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
         # The first token of a record is no label.
-        spans = zip((begins + 1).tolist(), (begins + lengths).tolist(), strict=True)
-        learnt = np.array([np.count_nonzero(self._mask[first:stop]) for first, stop in spans], dtype=np.int64)
+        labels = zip((begins + 1).tolist(), (begins + lengths).tolist(), strict=True)
+        learnt = np.array(
+            [np.count_nonzero(self._mask[first:stop]) for first, stop in labels], dtype=np.int64
+        )
         fit = learnt > 0
         self.cut, self.left_out = int((too_long & fit).sum()), int((~fit).sum())
         self._begins, self._lengths, self.learnt = begins[fit], lengths[fit], int(learnt.sum())
@@ -53,11 +59,6 @@ class RecordSamples:
         self._places = np.concatenate(samples, dtype=np.int64)
         self.contents = self._tokens, self._mask, self._lengths
         self.tokens_per_sample = float(inputs.sum()) / len(self)
-
-    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each record begins in the tokens, and its length, int64 [records]."""
-        offsets = dataset.offsets[:] - dataset.offsets[:1]
-        return offsets[:-1], np.diff(offsets)
 
     def some_labels(self) -> np.ndarray:
         """Return tokens that have a loss: all, or of a large dataset an excerpt."""
@@ -85,39 +86,32 @@ class RecordSamples:
         return Sample(tokens, labels, documents if self.packed else None)
 
 
-class DocumentSamples(RecordSamples):
-    """Samples of whole documents, each read apart from the others: those of an evaluation.
+def documents_apart(dataset: IndexedDataset, seq_length: int, tokenizer: Tokenizer) -> Spans:
+    """Return the documents of a dataset as the records of an evaluation, which reads each apart from the others.
 
     A document begins with its BOS, or after the end of the one before. Every other token of its text is a label
     once; its end is none, so that losses compare with those of other programs. A document longer than a sample is
-    cut into several; samples are no longer than the longest document.
+    cut into several.
+
+    Raises UserError where there is no token to predict.
     """
-
-    def __init__(self, dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> None:
-        """Raise UserError where there is no token to predict."""
-        self._tokenizer = tokenizer
-        super().__init__(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
-
-    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(dataset, IndexedDataset)
-        end, bos = self._tokenizer.end_of_document, self._tokenizer.beginning_of_document
-        edges = dataset.offsets[dataset.document_bounds]
-        edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
-        firsts, lasts = edges[:-1].copy(), edges[1:].copy()
-        lasts -= dataset.tokens[lasts - 1] == end
-        begins_itself = (dataset.tokens[firsts] == bos) & (bos != end)
-        firsts -= (dataset.tokens[firsts - 1] == end) & ~begins_itself & (firsts > 0)
-        has_text = lasts - firsts > 1
-        if not has_text.any():
-            raise UserError(
-                f"{self.name}: holds no text of two tokens, of which the second could be predicted"
-            )
-        firsts, lasts = firsts[has_text], lasts[has_text]
-        self.seq_length = min(self.seq_length, int((lasts - firsts).max()) - 1)
-        pieces = -(-(lasts - firsts - 1) // self.seq_length)
-        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        begins = np.repeat(firsts, pieces) + number * self.seq_length
-        return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
+    end, bos = tokenizer.end_of_document, tokenizer.beginning_of_document
+    edges = dataset.offsets[dataset.document_bounds]
+    edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
+    firsts, lasts = edges[:-1].copy(), edges[1:].copy()
+    lasts -= dataset.tokens[lasts - 1] == end
+    begins_itself = (dataset.tokens[firsts] == bos) & (bos != end)
+    firsts -= (dataset.tokens[firsts - 1] == end) & ~begins_itself & (firsts > 0)
+    has_text = lasts - firsts > 1
+    if not has_text.any():
+        raise UserError(
+            f"{dataset.name}: holds no text of two tokens, of which the second could be predicted"
+        )
+    firsts, lasts = firsts[has_text], lasts[has_text]
+    pieces = -(-(lasts - firsts - 1) // seq_length)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = np.repeat(firsts, pieces) + number * seq_length
+    return begins, np.minimum(np.repeat(lasts, pieces) - begins, seq_length + 1)
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:

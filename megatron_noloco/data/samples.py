@@ -103,9 +103,8 @@ class ShuffledSamples(Samples):
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there is no whole sample."""
         super().__init__(dataset, needs)
-        self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
-        self.contents = self.tokens, self._offsets
-        self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
+        self.contents = self.tokens, dataset.offsets
+        self._order = Shuffle(dataset.sequences, needs.seed, Stream.DOCUMENTS)
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
         stop = start + self.seq_length + 1
@@ -126,9 +125,7 @@ class ShuffledSamples(Samples):
 
     def _sequences(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where sequences `first` to `stop` of the shuffled order begin in `tokens`, and their lengths."""
-        ids = self._order.at(np.arange(first, min(stop, self._order.size)))
-        begins = self._offsets[ids]
-        return begins - self._first, self._offsets[ids + 1] - begins
+        return self.dataset.spans(self._order.at(np.arange(first, min(stop, self._order.size))))
 
     @cached_property
     def _block_ends(self) -> np.ndarray:
