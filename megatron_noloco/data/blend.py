@@ -7,8 +7,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron_noloco.data.indexed import excerpt
 from megatron_noloco.data.record_samples import RecordSamples
-from megatron_noloco.data.samples import Sample, Samples, excerpt
+from megatron_noloco.data.samples import Sample, Samples
 from megatron_noloco.plans.sample_order import Order
 
 
@@ -63,7 +64,7 @@ class Blend:
         """
         shares = np.zeros(vocab_size)
         for part, weight in zip(self.parts, self.weights, strict=True):
-            counts = pseudocount + np.bincount(part.some_labels(), minlength=vocab_size)
+            counts = pseudocount + np.bincount(part.dataset.some_labels(), minlength=vocab_size)
             shares += weight * (counts / counts.sum())
         return shares
 

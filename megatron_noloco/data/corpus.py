@@ -14,7 +14,7 @@ from megatron_noloco.data.records import RECORD_KEYS, encode_records
 from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_writable
+from megatron_noloco.files import check_writable, sha256_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Corpus:
         tokenizer, kind = self.tokenizer, "Records" if self._of_records else "Documents"
         settings: dict[str, Any] = {
             "kind": [kind, self.key, self.append_eod],
-            "tokenizer": [tokenizer.digest, tokenizer.content_digest if self._of_records else ""],
+            "tokenizer": [tokenizer.digest, sha256_of(tokenizer.content) if self._of_records else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
         if self._of_records and (renderer := tokenizer.chat_template.renderer):
@@ -84,17 +84,13 @@ class Corpus:
     def _is_made(self) -> bool:
         return find_entry(cache_folder(self.source.cache), self.recipe.digest) is not None
 
-    def _files(self, counts: Counts) -> Iterator[Input]:
-        """Yield the files that hold documents or records; counts the others."""
-        keys = RECORD_KEYS if self._of_records else [self.key]
-        return files_to_read(self.inputs, keys, counts, rows_alone=self._of_records)
-
     def _sequences(self, counts: Counts) -> Iterator[Sequence]:
         """Yield the sequences of the dataset; counts what they hold."""
+        keys = RECORD_KEYS if self._of_records else [self.key]
+        files = files_to_read(self.inputs, keys, counts, rows_alone=self._of_records)
         if self._of_records:
-            return encode_records(self._files(counts), self.tokenizer, counts)
-        total = sum(item.bytes for item in self.inputs)
-        pieces = read_documents(self._files(counts), total, self.key, counts)
+            return encode_records(files, self.tokenizer, counts)
+        pieces = read_documents(files, sum(item.bytes for item in self.inputs), self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
     def _write(self, folder: Path, advance: Advance) -> Made:

@@ -29,6 +29,9 @@ _DTYPES: dict[int, type[np.generic]] = {
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
 _FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at
+# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
+# rest is checked when it is read.
+_EXCERPT_TOKENS = 1 << 24
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -53,6 +56,11 @@ class Dataset:
     def sequences(self) -> int:
         """How many there are."""
         return len(self.offsets) - 1
+
+    def some_labels(self) -> np.ndarray:
+        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
+        tokens = excerpt(self.tokens)
+        return tokens if self.mask is None else tokens[excerpt(self.mask)]
 
     def spans(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where sequences begin in the tokens, and their lengths."""
@@ -156,6 +164,15 @@ class Offsets:
         """Return the offsets of sequences `first` to `stop`, still in the index."""
         end = self._begins[stop] if stop < len(self._begins) else self._end
         return Offsets(self._begins[first:stop], int(end), self._itemsize)
+
+
+def excerpt(array: np.ndarray | Offsets) -> np.ndarray:
+    """Return up to `_EXCERPT_TOKENS` elements, evenly spread over the array in 16 stretches."""
+    if len(array) <= _EXCERPT_TOKENS:
+        return array[:]
+    length = _EXCERPT_TOKENS // 16
+    starts = np.linspace(0, len(array) - length, 16).astype(int)
+    return np.concatenate([array[start : start + length] for start in starts])
 
 
 def _pieces(number: int) -> Iterator[slice]:

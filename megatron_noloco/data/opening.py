@@ -11,9 +11,9 @@ import numpy as np
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.corpus import corpus_of, corpus_of_any
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
-from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, excerpt, open_indexed
 from megatron_noloco.data.record_samples import RecordSamples, documents_apart
-from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
+from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -88,7 +88,7 @@ class Opened:
             )
         parts = [self._samples(self._part(dataset, split), needs, split) for dataset, _ in self.blends[split]]
         for part in parts:
-            _check_tokens(part, needs.vocab_size)
+            check_vocabulary(excerpt(part.dataset.tokens), needs.vocab_size, part.name)
         return Blend(parts, [share for _, share in self.blends[split]])
 
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
@@ -209,7 +209,7 @@ def open_whole(
     else:
         spans = dataset.spans(np.arange(dataset.sequences))
     samples = RecordSamples(dataset, spans, length, packed=True, padding=tokenizer.end_of_document)
-    _check_tokens(samples, needs.vocab_size)
+    check_vocabulary(excerpt(dataset.tokens), needs.vocab_size, dataset.name)
     return samples, dataset.notes
 
 
@@ -218,8 +218,3 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> Index
     if Path(f"{data}.idx").exists():
         return open_indexed(data, tokenizer)
     return corpus_of_any(data, tokenizer, cache).open()
-
-
-def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
-    """Raise UserError for a token outside the vocabulary."""
-    check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)

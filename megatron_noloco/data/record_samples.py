@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_noloco.data.indexed import Dataset, IndexedDataset
-from megatron_noloco.data.samples import IGNORED, Sample, excerpt
+from megatron_noloco.data.samples import IGNORED, Sample
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
@@ -39,7 +39,7 @@ class RecordSamples:
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
         begins, lengths = spans
         too_long = lengths > seq_length + 1
-        lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
+        lengths = np.minimum(lengths, seq_length + 1)
         # The first token of a record is no label.
         labels = zip((begins + 1).tolist(), (begins + lengths).tolist(), strict=True)
         learnt = np.array(
@@ -59,10 +59,6 @@ class RecordSamples:
         self._places = np.concatenate(samples, dtype=np.int64)
         self.contents = self._tokens, self._mask, self._lengths
         self.tokens_per_sample = float(inputs.sum()) / len(self)
-
-    def some_labels(self) -> np.ndarray:
-        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
-        return excerpt(self._tokens)[excerpt(self._mask)]
 
     def __len__(self) -> int:
         return len(self._ends)

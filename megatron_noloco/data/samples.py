@@ -24,9 +24,6 @@ from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
-# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
-# rest is checked when it is read.
-_EXCERPT_TOKENS = 1 << 24
 _BLOCK = 64  # sequences; the end of each block is kept: 1/8 byte of memory per sequence, the rest is mapped
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
 
@@ -64,10 +61,6 @@ class Samples:
                 f"corpus too small: {self.name} has {len(self.tokens)} tokens, one sample needs "
                 f"seq_length + 1 = {self.seq_length + 1}; give more text, or lower seq_length"
             )
-
-    def some_labels(self) -> np.ndarray:
-        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
-        return excerpt(self.tokens)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
@@ -137,15 +130,6 @@ class ShuffledSamples(Samples):
             for _, lengths in [self._sequences(first, first + step)]
         ]
         return np.cumsum(np.concatenate(sums))
-
-
-def excerpt(array: np.ndarray | Offsets) -> np.ndarray:
-    """Return up to `_EXCERPT_TOKENS` elements, evenly spread over the array in 16 stretches."""
-    if len(array) <= _EXCERPT_TOKENS:
-        return array[:]
-    length = _EXCERPT_TOKENS // 16
-    starts = np.linspace(0, len(array) - length, 16).astype(int)
-    return np.concatenate([array[start : start + length] for start in starts])
 
 
 def in_samples(number: int, seq_length: int) -> str:

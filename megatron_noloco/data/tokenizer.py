@@ -142,11 +142,6 @@ class Tokenizer:
         return sha256_of([deciding(self.backend), self.beginning_of_document, self.end_of_document])
 
     @cached_property
-    def content_digest(self) -> str:
-        """Hex SHA-256 of all content, of which also depends what a template writes and how tokens are decoded."""
-        return sha256_of(self.content)
-
-    @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates; without content where there is none."""
         whose = "the byte tokenizer" if self.folder is None else f"tokenizer_model {self.folder}"

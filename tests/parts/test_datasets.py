@@ -207,7 +207,8 @@ def test_evaluation_takes_records_for_what_they_are(tmp_path: Path) -> None:
     """Their answers alone; a dataset of no text is refused."""
     (path := tmp_path / "a.jsonl").write_text('{"prompt": "a ", "completion": "text"}\n')
     samples, _ = open_whole(str(path), ByteTokenizer(), Needs(257, SEQ))
-    assert labels_of(samples) == samples.some_labels().tolist() == [*b"text", ByteTokenizer.end_of_document]
+    answer = [*b"text", ByteTokenizer.end_of_document]
+    assert labels_of(samples) == samples.dataset.some_labels().tolist() == answer
     empty = write_dataset(tmp_path / "data", [[256], [256]])
     with pytest.raises(ValueError, match=r"data: holds no text of two tokens"):
         open_whole(empty, ByteTokenizer(), Needs(257, SEQ))

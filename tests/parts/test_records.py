@@ -158,7 +158,7 @@ class TestRecordSamples:
         assert documents is not None
         assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
         assert dataset.learnt == 3
-        assert dataset.some_labels().tolist() == [12, 13, 22]
+        assert dataset.dataset.some_labels().tolist() == [12, 13, 22]
 
     def test_one_record_in_each(self) -> None:
         dataset = samples_of([record(4, 10), record(3, 20)], packed=False)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.data import indexed
 from megatron_noloco.data import samples as samples_module
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.opening import open_data
@@ -172,10 +173,10 @@ def test_documents_may_be_longer_than_what_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index says where documents end; of the tokens of a large dataset only an excerpt is read."""
-    monkeypatch.setattr(samples_module, "_EXCERPT_TOKENS", 32)
+    monkeypatch.setattr(indexed, "_EXCERPT_TOKENS", 32)
     documents = [[7] * 900 + [ByteTokenizer.end_of_document] * (number < 6) for number in range(7)]
     source = IndexedSource(parse_prefixes(write_dataset(tmp_path / "a", documents)), None, None)
     borders = DocumentBorders(ByteTokenizer.end_of_document, reset_attention_mask=True)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=borders)
     training = open_data(source, ByteTokenizer(), needs).training
-    assert set(training.parts[0].some_labels()) == {7}
+    assert set(training.parts[0].dataset.some_labels()) == {7}
