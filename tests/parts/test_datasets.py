@@ -100,15 +100,6 @@ class TestIndexed:
         one, other = (build(data_path=str(tmp_path / name), **options).checksums for name in ("one", "other"))
         assert one != other
 
-    @pytest.mark.parametrize("paths", [("a", "b"), ("b", "a")], ids=["validation", "training"])
-    def test_the_checksums_that_ranks_compare_see_both_splits(self, paths: tuple[str, str]) -> None:
-        same, other = (
-            build(train_data_path=[training], valid_data_path=validation).checksums
-            for training, validation in (("a", "a"), paths)
-        )
-        assert same != other
-        assert same == build(train_data_path=["a"], valid_data_path="a").checksums
-
     def test_each_split_may_have_paths_of_its_own(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
         assert len(built.training.parts[0].tokens) == len(built.validation.parts[0].tokens) == 400
