@@ -55,16 +55,12 @@ class Corpus:
         Raises UserError for what cannot be read, and where the tokenizer loses too many characters.
         """
         entry = obtain(cache_folder(self.source.cache), self.recipe)
-        self._check_lost(entry.made)
+        self.check_lost(entry.made)
         return entry
 
     def open(self) -> IndexedDataset:
         """Return the dataset, mapped; raises UserError as `make` does."""
         return open_indexed(self.make().prefix, self.tokenizer, self.source.name)
-
-    def write_named(self, prefix: Path) -> Made:
-        """Make the dataset under a prefix of the user's; raises UserError as `make` does, and if it exists."""
-        return write_named(prefix, self.recipe._replace(option="--output-prefix"), self._check_lost)
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if what the run writes would be read, or the cache cannot be written."""
@@ -100,14 +96,12 @@ class Corpus:
             raise self._empty(counts)
         return counts.made(self.source.path, self.tokenizer)
 
-    def _check_lost(self, made: Made) -> None:
+    def check_lost(self, made: Made) -> None:
+        """Raise UserError where the tokenizer has lost too many characters."""
         if made.lost_share > self.source.max_lost:
-            option = (
-                "--max-lost-characters" if self.source.option == "--input" else "data.max_lost_characters"
-            )
             raise UserError(
                 f"{self.source.option} {self.source.name}: no token stands for {made.lost}; give a tokenizer that "
-                f"has them, or a higher {option} (now {self.source.max_lost:g})"
+                f"has them, or a higher max_lost_characters (now {self.source.max_lost:g})"
             )
 
     def _empty(self, counts: Counts) -> UserError:
@@ -159,4 +153,4 @@ def preprocess(
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
-    return output, corpus.write_named(output)
+    return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), corpus.check_lost)
