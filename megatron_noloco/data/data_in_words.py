@@ -57,7 +57,7 @@ def indexed_in_words(
     """
     lines = [f"{split}: {_blend_in_words(blend)}" for split, blend in zip(SPLITS, blends, strict=True)]
     bos, fields = tokenizer.beginning_of_document, ("reset_attention_mask", "eod_mask_loss")
-    needed = next((field for field in fields if getattr(needs.documents, field, False)), "")
+    needed = next((field for field in fields if getattr(needs, field)), "")
     for prefix, dataset in {dataset.name: dataset for dataset in datasets}.items():
         if not dataset.ends_with(tokenizer.end_of_document):
             lines.append(

@@ -51,7 +51,7 @@ class Samples:
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there are fewer than S + 1 tokens."""
-        self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
+        self.needs, self.seq_length = needs, needs.seq_length
         self.dataset, self.tokens, self.name = dataset, dataset.tokens, dataset.name
         self.contents: tuple[np.ndarray | Offsets, ...] = (self.tokens,)
         self.learnt = len(self.tokens)
@@ -69,17 +69,17 @@ class Samples:
         """Return a sample; raises UserError for tokens that no check at the start has read."""
         assert 0 <= index < len(self), index
         read, lasts = self._read(index * self.seq_length)
-        check_vocabulary(read, self.vocab_size, f"sample {index} of {self.name}")
+        check_vocabulary(read, self.needs.vocab_size, f"sample {index} of {self.name}")
         tokens, labels = read[:-1], read[1:]
-        if self.documents is None:
+        if not (self.needs.reset_attention_mask or self.needs.eod_mask_loss):
             return Sample(tokens, labels, None)
-        ends = read == self.documents.end_of_document
+        ends = read == self.needs.end_of_document
         ends[lasts] = True  # the next piece of a long document lies elsewhere
         ends = ends[:-1]
-        if self.documents.eod_mask_loss:
+        if self.needs.eod_mask_loss:
             labels = np.where(ends, IGNORED, labels)
         # An end-of-document token belongs to the document that it ends.
-        numbers = np.cumsum(ends) - ends if self.documents.reset_attention_mask else None
+        numbers = np.cumsum(ends) - ends if self.needs.reset_attention_mask else None
         return Sample(tokens, labels, numbers)
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:

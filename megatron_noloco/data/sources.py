@@ -123,17 +123,8 @@ Source = TextSource | IndexedSource
 
 
 @dataclass(frozen=True)
-class DocumentBorders:
-    """How documents are separated at their borders within a sample; fields as in Megatron."""
-
-    end_of_document: int  # the token that ends each document
-    reset_attention_mask: bool = False  # documents do not attend to each other
-    eod_mask_loss: bool = False  # the token after an end has no loss
-
-
-@dataclass(frozen=True)
 class Needs:
-    """What a run requires of its datasets; `vocab_size`, `seq_length` and `documents` are enough to evaluate."""
+    """What a run requires of its datasets; `vocab_size` and `seq_length` are enough to evaluate on other data."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
@@ -141,4 +132,6 @@ class Needs:
     seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledSamples`)
     evaluates: bool = True  # whether validation datasets are built
     steps: int = 0  # local steps of the run, for its epochs; 0: not known
-    documents: DocumentBorders | None = None  # None: documents are not separated
+    end_of_document: int = -1  # the token that ends each document, where one of these is set, as in Megatron:
+    reset_attention_mask: bool = False  # documents in a sample do not attend to each other
+    eod_mask_loss: bool = False  # the token after an end has no loss

@@ -131,7 +131,9 @@ def read_data(
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
         steps=config.training.train_iters,
-        documents=config.documents(tokenizer.end_of_document),
+        end_of_document=tokenizer.end_of_document,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
     )
     data = open_data(config.data.source, tokenizer, needs)
     validation = []
