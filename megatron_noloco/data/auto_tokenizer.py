@@ -55,12 +55,11 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     for place in (*places, Path(choice.folder)):
         try:
             found = build_tokenizer(replace(choice, folder=str(place)))
+            if digest in ("", found.digest):
+                return found
+            raise UserError(f"{place}: reads other tokens than the run")
         except UserError as error:
             problems.append(str(error))
-            continue
-        if digest in ("", found.digest):
-            return found
-        problems.append(f"{place}: reads other tokens than the run")
     raise UserError("; ".join(problems))
 
 
@@ -82,7 +81,6 @@ def _content_of(folder: Path, cache: str | None) -> Content:
     Args:
         cache: see `cache_folder`.
     """
-    found: Any
     if not has_tokenizer(folder):
         raise UserError(
             f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
@@ -93,8 +91,8 @@ def _content_of(folder: Path, cache: str | None) -> Content:
         inputs = _files(folder, (*_TOKENS, *_BESIDE))
         recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
         folder = obtain(cache_folder(cache), recipe).folder
-    found = read_object(folder / KEPT, "copy the tokenizer again")
-    return found
+    content: Any = read_object(folder / KEPT, "copy the tokenizer again")
+    return content
 
 
 def load_folder(folder: Path) -> Any:

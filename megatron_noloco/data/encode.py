@@ -68,7 +68,6 @@ class Counts(Counter[str]):
         self[spelled] += sum(map(tokenizer.count_special, texts))
         self["characters"] += sum(map(len, texts))
         lost = tokenizer.count_lost(texts)
-        self["lost"] += lost.total()
         self.lost.update(lost)
         for character in lost.keys() - self.lost_in.keys():
             self.lost_in[character] = next(file for text, file in pairs if character in text)
@@ -80,20 +79,22 @@ class Counts(Counter[str]):
             found.append(f"{empty} empty document{'s' * (empty > 1)}")
         notes = [f"left out: {', '.join(found)}"] * bool(found)
         notes += [text.format(self[name]) for name, text in _NOTES.items() if self[name]]
-        lost, share = "", self["lost"] / max(1, self["characters"])
-        if self["lost"]:
+        lost, number = "", self.lost.total()
+        share = number / max(1, self["characters"])
+        if number:
             most = [character for character, _ in self.lost.most_common(_EXAMPLES)]
             examples = ", ".join(f"{one!r} in {outside(self.lost_in[one])}" for one in most)
-            numbers = f"{self['lost']:,} of {self['characters']:,} characters"
-            lost = f"{numbers} ({100 * share:.2g} %), such as {examples}"
+            lost = (
+                f"{number:,} of {self['characters']:,} characters ({100 * share:.2g} %), such as {examples}"
+            )
             notes.append(f"no token stands for {lost}")
         if self.roles:
-            named = ", ".join(f'"{outside(role)}" ({number})' for role, number in self.roles.most_common())
+            named = ", ".join(f'"{outside(role)}" ({count})' for role, count in self.roles.most_common())
             notes.append(
                 f"messages of other roles than {', '.join(ROLES)}: {named}, nothing is learnt of them"
             )
         if len(self.splits) > 1:
-            named = ", ".join(f"{split} ({number})" for split, number in self.splits.items())
+            named = ", ".join(f"{split} ({count})" for split, count in self.splits.items())
             notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.content["switched_off"]:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")
