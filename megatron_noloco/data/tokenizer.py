@@ -144,8 +144,7 @@ class Tokenizer:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates; without content where there is none."""
-        whose = "the byte tokenizer" if self.folder is None else f"tokenizer_model {self.folder}"
-        return ChatTemplate(whose, self.content["chat_template"], self.as_hugging_face)
+        return ChatTemplate(self.content["chat_template"], self.as_hugging_face)
 
     def extends(self, other: "Tokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of another, with or without further tokens."""
