@@ -1,4 +1,4 @@
-"""The class of mistakes that a user can correct."""
+"""The class of mistakes that a user can correct, and a context that says what they are about."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
