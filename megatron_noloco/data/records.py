@@ -188,7 +188,8 @@ def _record_of(row: dict[str, Any], file: str, template: ChatTemplate, counts: C
         case {"messages": [_, *_] as messages}:
             read = ["messages", "tools"]
         case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
-            messages, read = [*map(_without_loss, prompt), *completion], ["prompt", "completion", "tools"]
+            before = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt]
+            messages, read = [*before, *completion], ["prompt", "completion", "tools"]
         case {"prompt": str(), "completion": str()}:
             messages, read = [], ["prompt", "completion"]
         case _:
@@ -215,9 +216,3 @@ def _is_among(value: Any, messages: list[Any]) -> bool:
     if isinstance(value, list):
         return all(message in messages for message in value)
     return any(isinstance(message, dict) and message.get("content") == value for message in messages)
-
-
-def _without_loss(message: Any) -> Any:
-    """Return a message of a prompt: nothing is learnt of an answer there."""
-    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return {**message, "weight": 0} if is_answer else message
