@@ -167,8 +167,6 @@ class TestCorpus:
         assert records.make().made.notes.endswith(note)
         (folder / "a.txt").write_text("text")
         assert note in load(str(folder), "1").notes
-        output = ("--output-prefix", tmp_path / "out")
-        assert note in output_of("data", "preprocess", "--input", folder, *output)
 
     def test_of_a_cache_with_two_revisions_that_of_main_is_read(self, tmp_path: Path) -> None:
         write_cache(tmp_path)

@@ -22,7 +22,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import encode
 from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
@@ -38,9 +37,8 @@ from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import check_start, prepare, read_data
 from megatron_noloco.training.start import checkpoint_settings
 from tests.kit.configs import SMALLEST
-from tests.kit.datasets import load_text, sequences_of, write_dataset
+from tests.kit.datasets import sequences_of, write_dataset
 from tests.kit.ranks import call_here, output_of, refusal_of
-from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 SEQ = 8
 
@@ -301,19 +299,6 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
 
 
 class TestText:
-    def test_a_long_text_is_encoded_in_pieces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        make_tokenizer(tmp_path)
-        tokenizer = tokenizer_at(tmp_path)
-        lines = [f"two three {number}\n" for number in range(60)]
-        (tmp_path / "text").mkdir()
-        (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
-        (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(encode, "_CHARACTERS", 70)
-        ids = [tokenizer.encode(line).tolist() for line in lines]
-        end = [tokenizer.end_of_document]
-        expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]
-        assert load_text(str(tmp_path / "text"), "1", tokenizer).train.tolist() == expected
-
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None
