@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.job.start_up import importing
 
 

@@ -17,9 +17,8 @@ from megatron_noloco.job.leaving import INTERRUPTED
 if TYPE_CHECKING:
     import numpy as np
 
-    from megatron_noloco.data.auto_tokenizer import TokenizerChoice
     from megatron_noloco.data.indexed import IndexedDataset
-    from megatron_noloco.data.tokenizer import Tokenizer
+    from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice
 
 _PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet and Arrow (.parquet, .arrow: one
@@ -164,7 +163,7 @@ def _with_learnt_marked(tokens: "np.ndarray", mask: "np.ndarray", tokenizer: "To
 def _tokenizer(
     args: argparse.Namespace, split_special_tokens: bool = True, prepend_bos: bool = False
 ) -> "TokenizerChoice":
-    from megatron_noloco.data.auto_tokenizer import TokenizerChoice, choice_problem
+    from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 
     choice = TokenizerChoice(args.tokenizer_model, split_special_tokens, prepend_bos)
     if problem := choice_problem(args.tokenizer_type, choice):

@@ -4,8 +4,6 @@ import errno
 import re
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 
 from megatron_noloco.errors import UserError
@@ -34,16 +32,6 @@ class StoppedError(Exception):
 
 class LostError(StoppedError):
     """This process has lost the connection to another one of the job."""
-
-
-@contextmanager
-def prefix_errors_with(path: str) -> Iterator[None]:
-    """Begin each line of a UserError that leaves the context with the file that it is about."""
-    try:
-        yield
-    except UserError as error:
-        lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
-        raise UserError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
 def report(error: Exception) -> int:

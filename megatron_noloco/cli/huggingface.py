@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.options import (
     CHECKPOINT,
     Commands,
@@ -23,7 +23,7 @@ from megatron_noloco.cli.options import (
     size,
     utf8,
 )
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import write_text, writing
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _export(args: argparse.Namespace) -> int:
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
-    if note := check_exported(output):
+    if note := check_exported(output, source.tokenizer):
         say(note)
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.exit_codes import prefix_errors_with
 from megatron_noloco.cli.options import (
     Commands,
     add_command,
@@ -17,7 +16,7 @@ from megatron_noloco.cli.options import (
     latency,
     say,
 )
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.job.leaving import FAILURE
 
 if TYPE_CHECKING:

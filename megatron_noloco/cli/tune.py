@@ -4,9 +4,9 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron_noloco.cli.exit_codes import StoppedError, prefix_errors_with
+from megatron_noloco.cli.exit_codes import StoppedError
 from megatron_noloco.cli.options import Commands, add_command, say
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import writing
 
 _MORE = """\

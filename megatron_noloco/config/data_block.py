@@ -8,7 +8,6 @@ from pydantic import field_validator
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.optimizer_block import Share
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.data.sources import (
     IndexedSource,
     RecordSource,
@@ -17,6 +16,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     parse_prefixes,
 )
+from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 from megatron_noloco.fields import FilePath, Settings, field, offered_field, shared_field
 
 SOURCES = (

@@ -32,7 +32,6 @@ from megatron_noloco.config.noloco_block import TrainerSettings
 from megatron_noloco.config.optimizer_block import check_schedule, schedule_as_deepspeed
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.programs import hint_of
-from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import fields_of, problems_of
 from megatron_noloco.model.architecture import Architecture, Compute
@@ -179,10 +178,6 @@ class RunConfig(DeepSpeedConfig):
     def compute(self) -> Compute:
         """Return how the model is computed."""
         return self.model.compute(self.precision, self.data.separate_documents, self.parallel.split)
-
-    def documents(self, end_of_document: int) -> DocumentBorders:
-        """Return how the borders of documents are treated; a document ends with the token `end_of_document`."""
-        return DocumentBorders(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
     def batch(self) -> Batch:

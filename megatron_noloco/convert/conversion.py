@@ -22,7 +22,7 @@ from megatron_noloco.convert.units import (
     settle_precision,
     settle_schedule,
 )
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.fields import shown
 
 _PRECISION = ("bf16", "fp16")
@@ -86,12 +86,10 @@ def convert(
 
 def _rest(path: Path) -> dict[str, Any]:
     """Return what a config says, which need not be whole; raises UserError."""
-    try:
+    with prefix_errors_with(str(path)):
         content = read_content(path)
         if wrong := [name for name in BLOCKS if not isinstance(content.get(name, {}), dict)]:
             raise UserError(f"{wrong[0]}: must be an object")
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     return content
 
 

@@ -7,7 +7,7 @@ alone.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +15,15 @@ from typing import Any
 
 from megatron_noloco.data.cache import Made, Recipe, cache_folder, obtain
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.tokenizer import KEPT, ByteTokenizer, Content, Tokenizer, deciding, write_copy
+from megatron_noloco.data.tokenizer import (
+    KEPT,
+    ByteTokenizer,
+    Content,
+    Tokenizer,
+    TokenizerChoice,
+    deciding,
+    write_copy,
+)
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside, read_object
 from megatron_noloco.job.activity import line_of
@@ -26,40 +34,11 @@ _BESIDE = "*.json", "*.txt", "*.jinja", "*templates/*"
 _RANDOM = ("dropout", "alpha", "nbest_size")  # attributes of a model that draws other tokens each time
 
 
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """Which tokenizer, and how it reads text.
-
-    Attributes:
-        folder: of a Hugging Face fast tokenizer; None: bytes.
-        split_special_tokens: whether a special token that a text spells out is text.
-        prepend_bos: whether each document begins with BOS; None: if the folder's files say so.
-        cache: the folder in which hosts keep tokenizers, see `cache_folder`.
-    """
-
-    folder: str | None = None
-    split_special_tokens: bool = True
-    prepend_bos: bool | None = False
-    cache: str | None = None
-
-
-def choice_problem(kind: str | None, choice: TokenizerChoice) -> str:
-    """Return why a choice is none for this tokenizer_type (None: not given); "" where it is."""
-    if choice.folder is not None and kind == "byte":
-        return 'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
-    if choice.folder is None and kind not in (None, "byte"):
-        return f'tokenizer_type "{kind}" needs tokenizer_model, its folder'
-    if choice.folder is None and choice.prepend_bos:
-        return "prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out"
-    return ""
-
-
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build the tokenizer of a run; raises UserError when its files are missing or broken, or it lacks a BOS."""
     if choice.folder is None:
         return ByteTokenizer()
-    content = _content_of(Path(choice.folder), choice.cache)
-    return Tokenizer(content, choice.folder, choice.split_special_tokens, choice.prepend_bos)
+    return Tokenizer(_content_of(Path(choice.folder), choice.cache), choice)
 
 
 def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str = "") -> Tokenizer:
@@ -76,12 +55,11 @@ def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str 
     for place in (*places, Path(choice.folder)):
         try:
             found = build_tokenizer(replace(choice, folder=str(place)))
+            if digest in ("", found.digest):
+                return found
+            raise UserError(f"{place}: reads other tokens than the run")
         except UserError as error:
             problems.append(str(error))
-            continue
-        if digest in ("", found.digest):
-            return found
-        problems.append(f"{place}: reads other tokens than the run")
     raise UserError("; ".join(problems))
 
 
@@ -103,7 +81,6 @@ def _content_of(folder: Path, cache: str | None) -> Content:
     Args:
         cache: see `cache_folder`.
     """
-    found: Any
     if not has_tokenizer(folder):
         raise UserError(
             f"tokenizer_model {folder}: no folder with a tokenizer.json (looked from cwd {Path.cwd()}); give "
@@ -114,8 +91,8 @@ def _content_of(folder: Path, cache: str | None) -> Content:
         inputs = _files(folder, (*_TOKENS, *_BESIDE))
         recipe = Recipe(f"tokenizer {folder}", inputs, settings, partial(_read, folder))
         folder = obtain(cache_folder(cache), recipe).folder
-    found = read_object(folder / KEPT, "copy the tokenizer again")
-    return found
+    content: Any = read_object(folder / KEPT, "copy the tokenizer again")
+    return content
 
 
 def load_folder(folder: Path) -> Any:
@@ -158,16 +135,14 @@ def _read(folder: Path, entry: Path, _: Advance) -> Made:
     return Made(f"tokenizer {folder}")
 
 
-def check_exported(folder: Path) -> str:
-    """Return a line where AutoTokenizer does not read an export by its tokenizer.json; "" where it does.
+def check_exported(folder: Path, ours: Tokenizer) -> str:
+    """Return a line where AutoTokenizer reads other tokens of an export than the tokenizer of its run; else "".
 
     For some families AutoTokenizer takes a class of its own, whatever the files say.
     """
-    from tokenizers import Tokenizer
-
-    theirs, ours = load_folder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = load_folder(folder)
     backend = getattr(theirs, "backend_tokenizer", None)
-    if backend is not None and deciding(backend) == deciding(ours):
+    if backend is not None and deciding(backend) == deciding(ours.backend):
         return ""
     return (
         f"{folder}: for this family AutoTokenizer takes {type(theirs).__name__}, which reads other tokens than "

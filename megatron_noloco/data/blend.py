@@ -7,11 +7,10 @@ from itertools import accumulate
 
 import numpy as np
 
+from megatron_noloco.data.indexed import excerpt
 from megatron_noloco.data.record_samples import RecordSamples
-from megatron_noloco.data.samples import Sample, Samples, excerpt
+from megatron_noloco.data.samples import Sample, Samples
 from megatron_noloco.plans.sample_order import Order
-
-_COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 
 
 class Blend:
@@ -46,17 +45,13 @@ class Blend:
         """Return the order in which a run of this seed, or a slot of a federation, reads the samples."""
         return Order(tuple(map(len, self.parts)), self.weights, seed, slot)
 
-    def checksum(self, most: int | None = None) -> int:
-        """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold.
-
-        Args:
-            most: elements of an excerpt; None: as `excerpt` says.
-        """
+    def checksum(self) -> int:
+        """Return a checksum of the sizes and weights of the datasets, and of excerpts of all that samples hold."""
         checksum = 0
         for part, weight in zip(self.parts, self.weights, strict=True):
             checksum = zlib.crc32(f"{len(part)} {part.learnt} {weight}".encode(), checksum)
             for array in part.contents:
-                checksum = zlib.crc32(np.ascontiguousarray(excerpt(array, most)).data, checksum)
+                checksum = zlib.crc32(np.ascontiguousarray(excerpt(array)).data, checksum)
         return checksum
 
     def frequencies(self, vocab_size: int, pseudocount: int) -> np.ndarray:
@@ -69,10 +64,7 @@ class Blend:
         """
         shares = np.zeros(vocab_size)
         for part, weight in zip(self.parts, self.weights, strict=True):
-            tokens = part.some_labels()
-            counts = np.full(vocab_size, pseudocount)
-            for start in range(0, len(tokens), _COUNTED_TOKENS):
-                counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)
+            counts = pseudocount + np.bincount(part.dataset.some_labels(), minlength=vocab_size)
             shares += weight * (counts / counts.sum())
         return shares
 

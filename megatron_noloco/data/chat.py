@@ -26,15 +26,14 @@ _TODAY = date(2025, 1, 1)  # in its place: a resume must read the same text
 class ChatTemplate:
     """A chat template, or several by name. A tokenizer without any has one without content."""
 
-    def __init__(self, whose: str, content: Any, load: Callable[[], Any]) -> None:
+    def __init__(self, content: Any, load: Callable[[], Any]) -> None:
         """Keep the texts; nothing is loaded before a use.
 
         Args:
-            whose: the tokenizer, for messages.
             content: a template, or several by name; None: there is none.
             load: returns the tokenizer of transformers, which knows texts that a template may name, such as BOS.
         """
-        self._whose, self._content, self._load = whose, content, load
+        self._content, self._load = content, load
         self.takes_text = cache(self._takes_text)
 
     @property
@@ -92,7 +91,7 @@ class ChatTemplate:
         """The tokenizer of transformers; raises UserError where there is no template."""
         if not self._content:
             raise UserError(
-                f"{self._whose} has no chat template (a chat_template.jinja, or chat_template in "
+                "the tokenizer has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); give prompt and completion, or another tokenizer_model"
             )
         return self._load()

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.data.cache import Entry, Made, Recipe, cache_folder, find_entry, obtain, write_named
-from megatron_noloco.data.encode import Counts, Sequence, encode, files_to_read, read_documents
+from megatron_noloco.data.encode import Counts, encode, files_to_read, read_documents
 from megatron_noloco.data.formats import Advance, Input
-from megatron_noloco.data.indexed import IndexedDataset, IndexedWriter, open_indexed
+from megatron_noloco.data.indexed import IndexedDataset, Sequence, open_indexed, write_indexed
 from megatron_noloco.data.inputs import check_outside, find_inputs
 from megatron_noloco.data.records import RECORD_KEYS, encode_records
 from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import check_writable
+from megatron_noloco.files import check_writable, sha256_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Corpus:
         tokenizer, kind = self.tokenizer, "Records" if self._of_records else "Documents"
         settings: dict[str, Any] = {
             "kind": [kind, self.key, self.append_eod],
-            "tokenizer": [tokenizer.digest, tokenizer.content_digest if self._of_records else ""],
+            "tokenizer": [tokenizer.digest, sha256_of(tokenizer.content) if self._of_records else ""],
             "special tokens": [tokenizer.splits_special_tokens, *tokenizer.before_document],
         }
         if self._of_records and (renderer := tokenizer.chat_template.renderer):
@@ -55,16 +55,12 @@ class Corpus:
         Raises UserError for what cannot be read, and where the tokenizer loses too many characters.
         """
         entry = obtain(cache_folder(self.source.cache), self.recipe)
-        self._check_lost(entry.made)
+        self.check_lost(entry.made)
         return entry
 
     def open(self) -> IndexedDataset:
         """Return the dataset, mapped; raises UserError as `make` does."""
         return open_indexed(self.make().prefix, self.tokenizer, self.source.name)
-
-    def write_named(self, prefix: Path) -> Made:
-        """Make the dataset under a prefix of the user's; raises UserError as `make` does, and if it exists."""
-        return write_named(prefix, self.recipe._replace(option="--output-prefix"), self._check_lost)
 
     def check(self, output_dir: Path) -> None:
         """Raise UserError if what the run writes would be read, or the cache cannot be written."""
@@ -84,38 +80,28 @@ class Corpus:
     def _is_made(self) -> bool:
         return find_entry(cache_folder(self.source.cache), self.recipe.digest) is not None
 
-    def _files(self, counts: Counts) -> Iterator[Input]:
-        """Yield the files that hold documents or records; counts the others."""
-        keys = RECORD_KEYS if self._of_records else [self.key]
-        return files_to_read(self.inputs, keys, counts, rows_alone=self._of_records)
-
     def _sequences(self, counts: Counts) -> Iterator[Sequence]:
         """Yield the sequences of the dataset; counts what they hold."""
+        keys = RECORD_KEYS if self._of_records else [self.key]
+        files = files_to_read(self.inputs, keys, counts, rows_alone=self._of_records)
         if self._of_records:
-            return encode_records(self._files(counts), self.tokenizer, counts)
-        total = sum(item.bytes for item in self.inputs)
-        pieces = read_documents(self._files(counts), total, self.key, counts)
+            return encode_records(files, self.tokenizer, counts)
+        pieces = read_documents(files, sum(item.bytes for item in self.inputs), self.key, counts)
         return encode(pieces, self.tokenizer, self.append_eod, counts)
 
     def _write(self, folder: Path, advance: Advance) -> Made:
         """Write the dataset, which is that of an `Entry`."""
-        counts = Counts(advance)
-        with IndexedWriter(folder / "data", self.tokenizer.vocab_size, masked=self._of_records) as writer:
-            for sequence in self._sequences(counts):
-                writer.add(*sequence)
-            if not len(writer):
-                raise self._empty(counts)
-            writer.finish()
+        counts, vocab_size = Counts(advance), self.tokenizer.vocab_size
+        if not write_indexed(folder / "data", self._sequences(counts), vocab_size, masked=self._of_records):
+            raise self._empty(counts)
         return counts.made(self.source.path, self.tokenizer)
 
-    def _check_lost(self, made: Made) -> None:
+    def check_lost(self, made: Made) -> None:
+        """Raise UserError where the tokenizer has lost too many characters."""
         if made.lost_share > self.source.max_lost:
-            option = (
-                "--max-lost-characters" if self.source.option == "--input" else "data.max_lost_characters"
-            )
             raise UserError(
                 f"{self.source.option} {self.source.name}: no token stands for {made.lost}; give a tokenizer that "
-                f"has them, or a higher {option} (now {self.source.max_lost:g})"
+                f"has them, or a higher max_lost_characters (now {self.source.max_lost:g})"
             )
 
     def _empty(self, counts: Counts) -> UserError:
@@ -160,14 +146,11 @@ def preprocess(
         prefix: path of the dataset, without the key.
         max_lost: share of the characters that the tokenizer may lose.
     """
-    try:
-        output = prefix.with_name(f"{prefix.name}_{key}_document")
-    except ValueError:
-        raise UserError(
-            f"--output-prefix {prefix}, --json-keys {key}: make no name of a file, as data/corpus and text do"
-        ) from None
+    if not prefix.name:
+        raise UserError(f"--output-prefix {prefix}: names no file, as data/corpus does")
+    output = Path(f"{prefix}_{key}_document")
     source = TextSource(", ".join(inputs), max_lost=max_lost, option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
     for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
         check_outside({"--output-prefix": prefix}, folder, source.option)
-    return output, corpus.write_named(output)
+    return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), corpus.check_lost)

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.cache import Made
-from megatron_noloco.data.indexed import Dataset, IndexedDataset
+from megatron_noloco.data.indexed import IndexedDataset
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -49,19 +49,22 @@ def _records_in_words(name: str, made: Made, blends: Sequence[Blend]) -> str:
 
 
 def indexed_in_words(
-    datasets: Iterable[IndexedDataset], blends: Sequence[Blend | None], tokenizer: Tokenizer
+    datasets: Iterable[IndexedDataset], blends: Sequence[Blend | None], tokenizer: Tokenizer, needs: Needs
 ) -> list[str]:
     """Return lines about datasets that were there.
 
-    Raises UserError for one that lacks a BOS that the run's documents are to begin with.
+    Raises UserError for one that lacks the BOS with which the run's documents begin, or the ends that it needs.
     """
     lines = [f"{split}: {_blend_in_words(blend)}" for split, blend in zip(SPLITS, blends, strict=True)]
-    bos = tokenizer.beginning_of_document
+    bos, fields = tokenizer.beginning_of_document, ("reset_attention_mask", "eod_mask_loss")
+    needed = next((field for field in fields if getattr(needs, field)), "")
     for prefix, dataset in {dataset.name: dataset for dataset in datasets}.items():
         if not dataset.ends_with(tokenizer.end_of_document):
             lines.append(
                 f"documents of {prefix} have no end-of-document token (preprocess with --append-eod)"
             )
+            if needed:
+                raise UserError(f"data.{needed}: {lines[-1]}, so they cannot be separated")
         begins = dataset.tokens[0] == bos
         if tokenizer.before_document and not begins:
             raise UserError(
@@ -96,7 +99,7 @@ def epochs(training: Blend, needs: Needs) -> Iterator[str]:
     yield f"epochs in {needs.steps} steps: {', '.join(read)}"
 
 
-def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[str]:
+def read_twice(training: Blend, validation: Blend) -> Iterator[str]:
     """Yield how many sequences of validation are also of training, by their lengths, first and last tokens.
 
     Of large datasets some are compared.
@@ -110,13 +113,11 @@ def read_twice(training: list[Dataset], validation: list[Dataset]) -> Iterator[s
         )
 
 
-def _ends_of(datasets: list[Dataset], most: int) -> Iterator[int]:
+def _ends_of(blend: Blend, most: int) -> Iterator[int]:
     """Yield a hash of length, first and last tokens of up to `most` sequences of each dataset, evenly spread."""
-    for dataset in datasets:
+    for dataset in (part.dataset for part in blend.parts):
         places = np.unique(np.arange(most) * dataset.sequences // most)
-        begins = dataset.offsets[places] - dataset.offsets[:1]
-        lengths = dataset.offsets[places + 1] - dataset.offsets[places]
-        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        for begin, length in zip(*dataset.spans(places), strict=True):
             tokens = dataset.tokens[begin : begin + length]
             ends = np.concatenate([tokens[:_COMPARED_TOKENS], tokens[-_COMPARED_TOKENS:]], dtype=np.int32)
             yield hash((length, ends.tobytes()))

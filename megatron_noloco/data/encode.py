@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_noloco.data.cache import Made
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
+from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -32,14 +33,6 @@ ROLES = ("system", "user", "assistant", "tool")  # which templates know
 _EXAMPLES = 3  # of characters that are lost
 # Of a small text, in characters: pieces of 4 KB, but 40 of them, so that each split gets some.
 _SMALL_PIECE, _FEWEST_PIECES, _MANY_PIECES = 1 << 12, 40, 1000
-
-
-class Sequence(NamedTuple):
-    """A document, or a piece of a long one."""
-
-    tokens: np.ndarray  # shape [tokens]
-    ends: bool  # whether it is the last of its document
-    mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
 
 
 class Counts(Counter[str]):
@@ -75,7 +68,6 @@ class Counts(Counter[str]):
         self[spelled] += sum(map(tokenizer.count_special, texts))
         self["characters"] += sum(map(len, texts))
         lost = tokenizer.count_lost(texts)
-        self["lost"] += lost.total()
         self.lost.update(lost)
         for character in lost.keys() - self.lost_in.keys():
             self.lost_in[character] = next(file for text, file in pairs if character in text)
@@ -87,20 +79,22 @@ class Counts(Counter[str]):
             found.append(f"{empty} empty document{'s' * (empty > 1)}")
         notes = [f"left out: {', '.join(found)}"] * bool(found)
         notes += [text.format(self[name]) for name, text in _NOTES.items() if self[name]]
-        lost, share = "", self["lost"] / max(1, self["characters"])
-        if self["lost"]:
+        lost, number = "", self.lost.total()
+        share = number / max(1, self["characters"])
+        if number:
             most = [character for character, _ in self.lost.most_common(_EXAMPLES)]
             examples = ", ".join(f"{one!r} in {outside(self.lost_in[one])}" for one in most)
-            numbers = f"{self['lost']:,} of {self['characters']:,} characters"
-            lost = f"{numbers} ({100 * share:.2g} %), such as {examples}"
+            lost = (
+                f"{number:,} of {self['characters']:,} characters ({100 * share:.2g} %), such as {examples}"
+            )
             notes.append(f"no token stands for {lost}")
         if self.roles:
-            named = ", ".join(f'"{outside(role)}" ({number})' for role, number in self.roles.most_common())
+            named = ", ".join(f'"{outside(role)}" ({count})' for role, count in self.roles.most_common())
             notes.append(
                 f"messages of other roles than {', '.join(ROLES)}: {named}, nothing is learnt of them"
             )
         if len(self.splits) > 1:
-            named = ", ".join(f"{split} ({number})" for split, number in self.splits.items())
+            named = ", ".join(f"{split} ({count})" for split, count in self.splits.items())
             notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.content["switched_off"]:
             notes.append(f"switched off in the tokenizer, which draws tokens at random: {off}")

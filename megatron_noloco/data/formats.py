@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import (
     check_utf_8,
     check_whole_characters,
@@ -151,16 +151,14 @@ def _read_text(path: Path, advance: Advance) -> Iterator[str]:
 
 def _text_of(place: str, fields: dict[str, Any], key: str) -> str:
     """Return the text under a key of a row, "" for null; raises UserError that names the place."""
-    if key not in fields:
-        raise UserError(f"{place}: no key {key!r}; there are {', '.join(fields)} ({OTHER_KEY})")
-    text = fields[key]
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"{place}: {key!r} holds {type(text).__name__}, not text ({OTHER_KEY})")
-    try:
-        check_whole_characters(text or "")
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-    return text or ""
+    with prefix_errors_with(place):
+        if key not in fields:
+            raise UserError(f"no key {key!r}; there are {', '.join(fields)} ({OTHER_KEY})")
+        text = "" if fields[key] is None else fields[key]
+        if not isinstance(text, str):
+            raise UserError(f"{key!r} holds {type(text).__name__}, not text ({OTHER_KEY})")
+        check_whole_characters(text)
+    return text
 
 
 def first_object(path: Path) -> dict[str, Any] | None:
@@ -187,10 +185,8 @@ def _read_lines(path: Path, advance: Advance) -> Iterator[Row]:
                 before = raw.tell()
             if not line.isspace():
                 place = f"{path}, line {number}"
-                try:
+                with prefix_errors_with(place):
                     content = _parse(line)
-                except UserError as error:
-                    raise UserError(f"{place}: {error}") from None
                 yield place, content
         advance(path.stat().st_size - before)
 

@@ -8,18 +8,18 @@ is not used: importing it takes seconds in every process, and its reader accepts
 
 import struct
 from array import array
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.cache import Made, made_at
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import naming_file, sync
+from megatron_noloco.files import sync
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -29,6 +29,9 @@ _DTYPES: dict[int, type[np.generic]] = {
 }  # fmt: skip
 _PIECE = 1 << 16  # numbers of an index that are compared at once
 _FIRST_DOCUMENTS = 1 << 16  # whose ends are looked at
+# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
+# rest is checked when it is read.
+_EXCERPT_TOKENS = 1 << 24
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 
 
@@ -53,6 +56,16 @@ class Dataset:
     def sequences(self) -> int:
         """How many there are."""
         return len(self.offsets) - 1
+
+    def some_labels(self) -> np.ndarray:
+        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
+        tokens = excerpt(self.tokens)
+        return tokens if self.mask is None else tokens[excerpt(self.mask)]
+
+    def spans(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where sequences begin in the tokens, and their lengths."""
+        begins = self.offsets[sequences]
+        return begins - self.offsets[:1], self.offsets[sequences + 1] - begins
 
 
 @dataclass(frozen=True)
@@ -153,6 +166,15 @@ class Offsets:
         return Offsets(self._begins[first:stop], int(end), self._itemsize)
 
 
+def excerpt(array: np.ndarray | Offsets) -> np.ndarray:
+    """Return up to `_EXCERPT_TOKENS` elements, evenly spread over the array in 16 stretches."""
+    if len(array) <= _EXCERPT_TOKENS:
+        return array[:]
+    length = _EXCERPT_TOKENS // 16
+    starts = np.linspace(0, len(array) - length, 16).astype(int)
+    return np.concatenate([array[start : start + length] for start in starts])
+
+
 def _pieces(number: int) -> Iterator[slice]:
     """Yield slices of so many numbers; neighbours have one in common."""
     return (slice(start, start + _PIECE + 1) for start in range(0, number, _PIECE))
@@ -202,59 +224,42 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     )
 
 
-class IndexedWriter:
-    """Writes one dataset, of which `finish` writes the index; a context, which closes the files."""
+class Sequence(NamedTuple):
+    """A document, or a piece of a long one."""
 
-    def __init__(self, prefix: Path, vocab_size: int, masked: bool = False) -> None:
-        """Open the files for writing.
+    tokens: np.ndarray  # shape [tokens]
+    ends: bool  # whether it is the last of its document
+    mask: np.ndarray | None = None  # whether each token has a loss, bool [tokens]; None: each has
 
-        Args:
-            masked: whether the dataset says which tokens have a loss.
-        """
-        self._prefix = prefix
-        self._dtype = np.uint16 if vocab_size < _UINT16_BELOW else np.int32
-        self._lengths, self._bounds = array("i"), array("q", [0])
-        paths = [Path(f"{prefix}.{name}") for name in ("bin", "mask")[: 1 + masked]]
-        self._files = [path.open("wb") for path in paths]
 
-    def __len__(self) -> int:
-        """Return the number of sequences so far."""
-        return len(self._lengths)
+def write_indexed(prefix: Path, sequences: Iterable[Sequence], vocab_size: int, masked: bool = False) -> int:
+    """Write a dataset to the disk, its index last; return the number of sequences.
 
-    def __enter__(self) -> "IndexedWriter":
-        return self
+    Args:
+        masked: whether the sequences have masks.
+    """
+    code = 8 if vocab_size < _UINT16_BELOW else 4
+    dtype, lengths, bounds = np.dtype(_DTYPES[code]), array("i"), array("q", [0])
+    with ExitStack() as stack:
+        files = [stack.enter_context(_written(f"{prefix}.{name}")) for name in ("bin", "mask")[: 1 + masked]]
+        for tokens, ends, mask in sequences:
+            files[0].write(tokens.astype(dtype).data)
+            if mask is not None:
+                files[1].write(mask.data)
+            lengths.append(len(tokens))
+            if ends:
+                bounds.append(len(lengths))
+    sizes = np.array(lengths, dtype=np.int32)
+    begins = (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+    header = _HEADER.pack(_MAGIC, _VERSION, code, len(sizes), len(bounds))
+    with _written(f"{prefix}.idx") as index:
+        index.writelines([header, *(part.tobytes() for part in (sizes, begins, np.array(bounds)))])
+    return len(sizes)
 
-    def __exit__(self, *error: object) -> None:
-        for file in self._files:
-            with suppress(OSError):  # of what a full disk does not take, and nobody needs
-                file.close()
 
-    def add(self, tokens: np.ndarray, ends_document: bool, mask: np.ndarray | None = None) -> None:
-        """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document.
-
-        Args:
-            mask: whether each token has a loss, bool [tokens]; of a dataset that is masked.
-        """
-        columns = [tokens.astype(self._dtype)] + ([] if mask is None else [mask])
-        for file, column in zip(self._files, columns, strict=True):
-            with naming_file(Path(file.name)):
-                file.write(column.data)
-        self._lengths.append(len(tokens))
-        if ends_document:
-            self._bounds.append(len(self._lengths))
-
-    def finish(self) -> None:
-        """Write the index, and all files to the disk."""
-        code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
-        lengths = np.array(self._lengths, dtype=np.int32)
-        begins = np.cumsum(lengths, dtype=np.int64) - lengths
-        index = Path(f"{self._prefix}.idx")
-        self._files.append(index.open("wb"))
-        header = _HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds))
-        parts = lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)
-        with naming_file(index):
-            self._files[-1].writelines([header, *(part.tobytes() for part in parts)])
-        for file in self._files:
-            with naming_file(Path(file.name)):
-                file.close()
-                sync(Path(file.name))
+@contextmanager
+def _written(path: str) -> Iterator[IO[bytes]]:
+    """Open a new file, which is on the disk in the end."""
+    with open(path, "wb") as file:
+        yield file
+    sync(Path(path))

@@ -111,12 +111,8 @@ def in_words(files: Collection[Input], reason: str) -> str:
 def _standard_library() -> list[Input]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = files_below(folder, _SKIPPED_FOLDERS)
-    return [
-        Input(path, folder)
-        for path in paths
-        if path.suffix == ".py" and path.is_file() and path.stat().st_size
-    ]
+    paths = (path for path in files_below(folder, _SKIPPED_FOLDERS) if path.suffix == ".py")
+    return [Input(path, folder) for path in paths if path.is_file() and path.stat().st_size]
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:

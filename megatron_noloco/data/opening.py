@@ -11,14 +11,13 @@ import numpy as np
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.corpus import corpus_of, corpus_of_any
 from megatron_noloco.data.data_in_words import SPLITS, epochs, indexed_in_words, made_in_words, read_twice
-from megatron_noloco.data.indexed import Dataset, IndexedDataset, open_indexed
-from megatron_noloco.data.record_samples import DocumentSamples, RecordSamples
-from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, excerpt, in_samples
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, excerpt, open_indexed
+from megatron_noloco.data.record_samples import RecordSamples, documents_apart
+from megatron_noloco.data.samples import Samples, ShuffledSamples, check_vocabulary, in_samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Prefixes, RecordSource, Source
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
-_FINGERPRINT_TOKENS = 1 << 16
 TRAINING, VALIDATION = range(2)
 
 # Counters of a checkpoint, with the checksums of the training and of the validation data
@@ -36,14 +35,12 @@ class Data:
 
     @cached_property
     def checksums(self) -> dict[str, int]:
-        """Checksums of the training and of the validation data, by the names of a checkpoint's counters."""
+        """Checksums of the training and of the validation data, by the names of a checkpoint's counters.
+
+        All ranks of a job must have the same.
+        """
         found = {TRAINING_DATA: self.training.checksum()}
         return found | ({VALIDATION_DATA: self.validation.checksum()} if self.validation else {})
-
-    @cached_property
-    def fingerprint(self) -> list[int]:
-        """Checksums of a small part of all data, which all ranks of a job must have alike."""
-        return [blend.checksum(_FINGERPRINT_TOKENS) for blend in (self.training, self.validation) if blend]
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -62,20 +59,18 @@ class Opened:
     """The datasets of a source, mapped.
 
     Attributes:
-        members: of training and of validation, the datasets of the blend, before they are divided, each with its
-            share; None: there are none.
+        blends: of training and of validation, the datasets before they are divided, each with its share; no
+            datasets: nothing is validated on.
     """
 
     def __init__(self, source: Source, tokenizer: Tokenizer) -> None:
         """Make the dataset, if there is none; raises UserError."""
         self.source, self.tokenizer = source, tokenizer
-        self.members: list[list[tuple[IndexedDataset, float]] | None]
         if isinstance(source, IndexedSource):
             training = self._blend_of(source.train)
-            validation = None if source.validation is None else self._blend_of(source.validation)
-            self.members = [training, training if source.split else validation]
-            return
-        self.members = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
+            self.blends = [training, training if source.split else self._blend_of(source.validation or ())]
+        else:
+            self.blends = [[(corpus_of(source, tokenizer).open(), 1.0)]] * 2
 
     def _blend_of(self, prefixes: Prefixes) -> list[tuple[IndexedDataset, float]]:
         """Return the datasets with their shares, by their tokens where none are given."""
@@ -87,29 +82,19 @@ class Opened:
 
     def blend(self, needs: Needs, split: int) -> Blend:
         """Return the samples of a split; raises UserError if there are none, and for wrong tokens."""
-        members = self._members(split)
-        for dataset, _ in members:
-            _check_ends(dataset, needs)
-        parts = [self._samples(part, needs, split) for part in self.parts(split)]
-        for part in parts:
-            _check_tokens(part, needs.vocab_size)
-        return Blend(parts, [weight for _, weight in members])
-
-    def parts(self, split: int) -> list[Dataset]:
-        """Return the datasets of a split, or what it has of them; raises UserError."""
-        whole = self.source.split is None
-        return [dataset if whole else self._part(dataset, split) for dataset, _ in self._members(split)]
-
-    def _members(self, split: int) -> list[tuple[IndexedDataset, float]]:
-        if (members := self.members[split]) is None:
+        if not self.blends[split]:
             raise UserError(
                 "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
             )
-        return members
+        parts = [self._samples(self._part(dataset, split), needs, split) for dataset, _ in self.blends[split]]
+        for part in parts:
+            check_vocabulary(excerpt(part.dataset.tokens), needs.vocab_size, part.name)
+        return Blend(parts, [share for _, share in self.blends[split]])
 
     def _part(self, dataset: IndexedDataset, split: int) -> Dataset:
-        """Return the part of a dataset that a split has, in the order of its sequences or records."""
-        assert self.source.split is not None
+        """Return what a split has of a dataset, in the order of its sequences or records; raises UserError."""
+        if self.source.split is None:
+            return dataset
         documents = dataset.document_bounds
         whole = isinstance(self.source, RecordSource)  # records, of one or more sequences
         bounds = self.source.split.bounds(len(documents) - 1 if whole else dataset.sequences)
@@ -128,8 +113,8 @@ class Opened:
     def _samples(self, part: Dataset, needs: Needs, split: int) -> Samples | RecordSamples:
         """Return samples; those of validation are not shuffled, so that every run is evaluated on the same."""
         if isinstance(self.source, RecordSource):
-            end = self.tokenizer.end_of_document
-            return RecordSamples(part, needs.seq_length, self.source.packed, end)
+            spans, end = part.spans(np.arange(part.sequences)), self.tokenizer.end_of_document
+            return RecordSamples(part, spans, needs.seq_length, self.source.packed, end)
         return ShuffledSamples(part, needs) if split == TRAINING else Samples(part, needs)
 
     def divided(self, needs: Needs) -> Data:
@@ -142,15 +127,14 @@ class Opened:
                 f"{training.name} has {len(training)}; give more text, or lower train_micro_batch_size_per_gpu, "
                 "gradient_accumulation_steps, model.seq_length or the number of replicas"
             )
-        blends = [training, validation]
+        blends, datasets = [training, validation], [dataset for blend in self.blends for dataset, _ in blend]
         if isinstance(self.source, IndexedSource):
-            datasets = [dataset for members in self.members for dataset, _ in members or ()]
-            lines = indexed_in_words(datasets, blends, self.tokenizer)
+            lines = indexed_in_words(datasets, blends, self.tokenizer, needs)
         else:
-            lines = [made_in_words(self._members(TRAINING)[0][0], blends)]
+            lines = [made_in_words(datasets[0], blends)]
         lines += epochs(training, needs)
         if validation is not None:
-            lines += read_twice(self.parts(TRAINING), self.parts(VALIDATION))
+            lines += read_twice(training, validation)
         return Data(training, validation, "; ".join(lines), needs.vocab_size)
 
 
@@ -218,12 +202,14 @@ def open_whole(
 
     The second value says which files are left out, "" if there are none. Raises UserError.
     """
-    dataset = open_any(data, tokenizer, cache)
+    dataset, length = open_any(data, tokenizer, cache), needs.seq_length
     if dataset.mask is None:
-        samples: RecordSamples = DocumentSamples(dataset, needs.seq_length, tokenizer)
+        spans = documents_apart(dataset, length, tokenizer)
+        length = int(spans[1].max()) - 1  # no longer than the longest document
     else:
-        samples = RecordSamples(dataset, needs.seq_length, packed=True, padding=tokenizer.end_of_document)
-    _check_tokens(samples, needs.vocab_size)
+        spans = dataset.spans(np.arange(dataset.sequences))
+    samples = RecordSamples(dataset, spans, length, packed=True, padding=tokenizer.end_of_document)
+    check_vocabulary(excerpt(dataset.tokens), needs.vocab_size, dataset.name)
     return samples, dataset.notes
 
 
@@ -232,22 +218,3 @@ def open_any(data: str, tokenizer: Tokenizer, cache: str | None = None) -> Index
     if Path(f"{data}.idx").exists():
         return open_indexed(data, tokenizer)
     return corpus_of_any(data, tokenizer, cache).open()
-
-
-def _check_tokens(samples: Samples | RecordSamples, vocab_size: int) -> None:
-    """Raise UserError for a token outside the vocabulary."""
-    check_vocabulary(excerpt(samples.contents[0]), vocab_size, samples.name)
-
-
-def _check_ends(dataset: IndexedDataset, needs: Needs) -> None:
-    """Raise UserError if documents are to be separated, and none of a dataset ends with the token for it."""
-    documents = needs.documents
-    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
-        return
-    if dataset.ends_with(documents.end_of_document):
-        return
-    field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
-    raise UserError(
-        f"data.{field}: no document of {dataset.name} ends with the end-of-document token "
-        f"({documents.end_of_document}), so documents cannot be separated; preprocess it with --append-eod"
-    )

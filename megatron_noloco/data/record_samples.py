@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_noloco.data.indexed import Dataset, IndexedDataset
-from megatron_noloco.data.samples import IGNORED, Sample, excerpt
+from megatron_noloco.data.samples import IGNORED, Sample
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 
-_BATCH_RECORDS = 1 << 10  # records whose masks are added up at once
+Spans = tuple[np.ndarray, np.ndarray]
+"""Where records begin in the tokens of a dataset, and their lengths, each int64 [records]."""
 
 
 class RecordSamples:
@@ -22,23 +23,28 @@ class RecordSamples:
     Attributes:
         cut: number of sequences that are longer than a sample, and cut.
         left_out: number of sequences that are left out.
-        learnt: number of tokens that have a loss.
+        dataset, contents, learnt, tokens_per_sample: see `Samples`.
     """
 
-    def __init__(self, dataset: Dataset, seq_length: int, packed: bool, padding: int) -> None:
+    def __init__(self, dataset: Dataset, spans: Spans, seq_length: int, packed: bool, padding: int) -> None:
         """Raise UserError when all records are left out.
 
         Args:
+            spans: the records.
             packed: whether a sample holds as many records as fit, as separate documents; otherwise one.
             padding: the token that pads a sample.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, dataset.name, packed, padding
-        self._tokens = dataset.tokens
+        self.dataset, self._tokens = dataset, dataset.tokens
         self._mask = np.broadcast_to(True, len(dataset.tokens)) if dataset.mask is None else dataset.mask
-        begins, lengths = self._pieces(dataset)
+        begins, lengths = spans
         too_long = lengths > seq_length + 1
-        lengths, seq_length = np.minimum(lengths, seq_length + 1), self.seq_length
-        learnt = self._learnt(begins, lengths)
+        lengths = np.minimum(lengths, seq_length + 1)
+        # The first token of a record is no label.
+        labels = zip((begins + 1).tolist(), (begins + lengths).tolist(), strict=True)
+        learnt = np.array(
+            [np.count_nonzero(self._mask[first:stop]) for first, stop in labels], dtype=np.int64
+        )
         fit = learnt > 0
         self.cut, self.left_out = int((too_long & fit).sum()), int((~fit).sum())
         self._begins, self._lengths, self.learnt = begins[fit], lengths[fit], int(learnt.sum())
@@ -51,40 +57,8 @@ class RecordSamples:
         samples = pack(inputs.tolist(), seq_length) if packed else [[place] for place in range(len(inputs))]
         self._ends = np.cumsum([len(places) for places in samples])
         self._places = np.concatenate(samples, dtype=np.int64)
-
-    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each record begins in the tokens, and its length, int64 [records]."""
-        offsets = dataset.offsets[:] - dataset.offsets[:1]
-        return offsets[:-1], np.diff(offsets)
-
-    @property
-    def tokens_per_sample(self) -> float:
-        """Mean number of tokens in a sample, padding left out."""
-        return float((self._lengths - 1).sum()) / len(self)
-
-    def _learnt(self, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return how many tokens of each record have a loss, the first token aside, int64 [records]."""
-        found = []
-        for first in range(0, len(begins), _BATCH_RECORDS):
-            starts = begins[first : first + _BATCH_RECORDS]
-            ends = starts + lengths[first : first + _BATCH_RECORDS]
-            sums = np.cumsum(np.insert(self._mask[starts[0] : ends[-1]], 0, 0), dtype=np.int64)
-            found.append(sums[ends - starts[0]] - sums[starts + 1 - starts[0]])
-        return np.concatenate(found)
-
-    def _record(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a record, as far as they fit, and whether each has a loss."""
-        read = slice(self._begins[place], self._begins[place] + self._lengths[place])
-        return self._tokens[read], self._mask[read]
-
-    def some_labels(self) -> np.ndarray:
-        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
-        return excerpt(self._tokens)[excerpt(self._mask)]
-
-    @property
-    def contents(self) -> tuple[np.ndarray, ...]:
-        """All that samples are made of: the tokens of all records, which of them are answers, and each length."""
-        return self._tokens, self._mask, self._lengths
+        self.contents = self._tokens, self._mask, self._lengths
+        self.tokens_per_sample = float(inputs.sum()) / len(self)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -97,7 +71,8 @@ class RecordSamples:
         documents = np.full(self.seq_length, len(places), dtype=np.int64)
         start = 0
         for number, place in enumerate(places):
-            record, answer = self._record(place)
+            read = slice(self._begins[place], self._begins[place] + self._lengths[place])
+            record, answer = self._tokens[read], self._mask[read]
             stop = start + len(record) - 1
             tokens[start:stop] = record[:-1]
             # Not np.where: tokens may be unsigned, and the negative IGNORED would become a token.
@@ -107,39 +82,32 @@ class RecordSamples:
         return Sample(tokens, labels, documents if self.packed else None)
 
 
-class DocumentSamples(RecordSamples):
-    """Samples of whole documents, each read apart from the others: those of an evaluation.
+def documents_apart(dataset: IndexedDataset, seq_length: int, tokenizer: Tokenizer) -> Spans:
+    """Return the documents of a dataset as the records of an evaluation, which reads each apart from the others.
 
     A document begins with its BOS, or after the end of the one before. Every other token of its text is a label
     once; its end is none, so that losses compare with those of other programs. A document longer than a sample is
-    cut into several; samples are no longer than the longest document.
+    cut into several.
+
+    Raises UserError where there is no token to predict.
     """
-
-    def __init__(self, dataset: Dataset, seq_length: int, tokenizer: Tokenizer) -> None:
-        """Raise UserError where there is no token to predict."""
-        self._tokenizer = tokenizer
-        super().__init__(dataset, seq_length, packed=True, padding=tokenizer.end_of_document)
-
-    def _pieces(self, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
-        assert isinstance(dataset, IndexedDataset)
-        end, bos = self._tokenizer.end_of_document, self._tokenizer.beginning_of_document
-        edges = dataset.offsets[dataset.document_bounds]
-        edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
-        firsts, lasts = edges[:-1].copy(), edges[1:].copy()
-        lasts -= dataset.tokens[lasts - 1] == end
-        begins_itself = (dataset.tokens[firsts] == bos) & (bos != end)
-        firsts -= (dataset.tokens[firsts - 1] == end) & ~begins_itself & (firsts > 0)
-        has_text = lasts - firsts > 1
-        if not has_text.any():
-            raise UserError(
-                f"{self.name}: holds no text of two tokens, of which the second could be predicted"
-            )
-        firsts, lasts = firsts[has_text], lasts[has_text]
-        self.seq_length = min(self.seq_length, int((lasts - firsts).max()) - 1)
-        pieces = -(-(lasts - firsts - 1) // self.seq_length)
-        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        begins = np.repeat(firsts, pieces) + number * self.seq_length
-        return begins, np.minimum(np.repeat(lasts, pieces) - begins, self.seq_length + 1)
+    end, bos = tokenizer.end_of_document, tokenizer.beginning_of_document
+    edges = dataset.offsets[dataset.document_bounds]
+    edges = edges[np.insert(np.diff(edges) > 0, 0, True)]  # without empty documents
+    firsts, lasts = edges[:-1].copy(), edges[1:].copy()
+    lasts -= dataset.tokens[lasts - 1] == end
+    begins_itself = (dataset.tokens[firsts] == bos) & (bos != end)
+    firsts -= (dataset.tokens[firsts - 1] == end) & ~begins_itself & (firsts > 0)
+    has_text = lasts - firsts > 1
+    if not has_text.any():
+        raise UserError(
+            f"{dataset.name}: holds no text of two tokens, of which the second could be predicted"
+        )
+    firsts, lasts = firsts[has_text], lasts[has_text]
+    pieces = -(-(lasts - firsts - 1) // seq_length)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = np.repeat(firsts, pieces) + number * seq_length
+    return begins, np.minimum(np.repeat(lasts, pieces) - begins, seq_length + 1)
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, Sequence, in_groups, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
+from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import check_whole_characters
 
 RECORD_KEYS = "messages", "prompt"  # of which a record has one
@@ -30,11 +31,6 @@ class _Record(NamedTuple):
     texts: list[str]  # the texts of the line from which its tokens are made
     file: str
 
-    @property
-    def characters(self) -> int:
-        """Characters of its answers, and before them."""
-        return sum(len(text) for answers in self.lists for answer in answers for text in answer)
-
 
 def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts) -> Iterator[Sequence]:
     """Yield what is learnt of each record, in the order of the lines; a record is a document.
@@ -45,7 +41,7 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
     """
     records = (record for item in inputs for record in _read(item, tokenizer.chat_template, counts))
     alike = (group for _, group in groupby(records, key=lambda record: record.from_template))
-    groups = (group for records in alike for group in in_groups(records, lambda record: record.characters))
+    groups = (group for same in alike for group in in_groups(same, lambda one: sum(map(len, one.texts))))
     for group in read_ahead(groups):
         from_template = group[0].from_template
         pairs = [(text, record.file) for record in group for text in record.texts]
@@ -159,10 +155,9 @@ def _begins_with(tokens: np.ndarray, first: np.ndarray) -> bool:
 
 def _read(item: Input, template: ChatTemplate, counts: Counts) -> Iterator[_Record]:
     for place, content in item.rows(counts.advance):
-        try:
-            yield _record_of(without_nulls(content), item.name, template, counts)
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+        with prefix_errors_with(place):
+            record = _record_of(without_nulls(content), item.name, template, counts)
+        yield record
 
 
 def without_nulls(value: Any) -> Any:
@@ -193,7 +188,8 @@ def _record_of(row: dict[str, Any], file: str, template: ChatTemplate, counts: C
         case {"messages": [_, *_] as messages}:
             read = ["messages", "tools"]
         case {"prompt": [_, *_] as prompt, "completion": [_, *_] as completion}:
-            messages, read = [*map(_without_loss, prompt), *completion], ["prompt", "completion", "tools"]
+            before = [{**one, "weight": 0} if isinstance(one, dict) else one for one in prompt]
+            messages, read = [*before, *completion], ["prompt", "completion", "tools"]
         case {"prompt": str(), "completion": str()}:
             messages, read = [], ["prompt", "completion"]
         case _:
@@ -220,9 +216,3 @@ def _is_among(value: Any, messages: list[Any]) -> bool:
     if isinstance(value, list):
         return all(message in messages for message in value)
     return any(isinstance(message, dict) and message.get("content") == value for message in messages)
-
-
-def _without_loss(message: Any) -> Any:
-    """Return a message of a prompt: nothing is learnt of an answer there."""
-    is_answer = isinstance(message, dict) and message.get("role") == "assistant"
-    return {**message, "weight": 0} if is_answer else message

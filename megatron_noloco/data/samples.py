@@ -24,9 +24,6 @@ from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
-# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
-# rest is checked when it is read.
-_EXCERPT_TOKENS = 1 << 24
 _BLOCK = 64  # sequences; the end of each block is kept: 1/8 byte of memory per sequence, the rest is mapped
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
 
@@ -44,35 +41,26 @@ class Samples:
 
     The first S of these are its tokens, the last S its labels. Neighbouring samples share one token, so that each
     token but the first is a label once; a rest shorter than a sample is left out.
+
+    Attributes:
+        dataset: of which samples are made.
+        contents: all that samples are made of: first the tokens.
+        learnt: number of tokens that have a loss.
+        tokens_per_sample: mean number of tokens in a sample, padding left out.
     """
 
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there are fewer than S + 1 tokens."""
-        self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
-        self.tokens, self.name = dataset.tokens, dataset.name
+        self.needs, self.seq_length = needs, needs.seq_length
+        self.dataset, self.tokens, self.name = dataset, dataset.tokens, dataset.name
+        self.contents: tuple[np.ndarray | Offsets, ...] = (self.tokens,)
+        self.learnt = len(self.tokens)
+        self.tokens_per_sample = float(self.seq_length)
         if len(self.tokens) < self.seq_length + 1:
             raise UserError(
                 f"corpus too small: {self.name} has {len(self.tokens)} tokens, one sample needs "
                 f"seq_length + 1 = {self.seq_length + 1}; give more text, or lower seq_length"
             )
-
-    @property
-    def learnt(self) -> int:
-        """Number of tokens that have a loss."""
-        return len(self.tokens)
-
-    def some_labels(self) -> np.ndarray:
-        """Return tokens that have a loss: all, or of a large dataset an excerpt."""
-        return excerpt(self.tokens)
-
-    @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
-        """All that samples are made of: first the tokens."""
-        return (self.tokens,)
-
-    @property
-    def tokens_per_sample(self) -> float:
-        return self.seq_length
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
@@ -81,17 +69,17 @@ class Samples:
         """Return a sample; raises UserError for tokens that no check at the start has read."""
         assert 0 <= index < len(self), index
         read, lasts = self._read(index * self.seq_length)
-        check_vocabulary(read, self.vocab_size, f"sample {index} of {self.name}")
+        check_vocabulary(read, self.needs.vocab_size, f"sample {index} of {self.name}")
         tokens, labels = read[:-1], read[1:]
-        if self.documents is None:
+        if not (self.needs.reset_attention_mask or self.needs.eod_mask_loss):
             return Sample(tokens, labels, None)
-        ends = read == self.documents.end_of_document
+        ends = read == self.needs.end_of_document
         ends[lasts] = True  # the next piece of a long document lies elsewhere
         ends = ends[:-1]
-        if self.documents.eod_mask_loss:
+        if self.needs.eod_mask_loss:
             labels = np.where(ends, IGNORED, labels)
         # An end-of-document token belongs to the document that it ends.
-        numbers = np.cumsum(ends) - ends if self.documents.reset_attention_mask else None
+        numbers = np.cumsum(ends) - ends if self.needs.reset_attention_mask else None
         return Sample(tokens, labels, numbers)
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
@@ -108,12 +96,8 @@ class ShuffledSamples(Samples):
     def __init__(self, dataset: Dataset, needs: Needs) -> None:
         """Raise UserError when there is no whole sample."""
         super().__init__(dataset, needs)
-        self._offsets, self._first = dataset.offsets, int(dataset.offsets[:1][0])
-        self._order = Shuffle(len(dataset.offsets) - 1, needs.seed, Stream.DOCUMENTS)
-
-    @property
-    def contents(self) -> tuple[np.ndarray | Offsets, ...]:
-        return self.tokens, self._offsets
+        self.contents = self.tokens, dataset.offsets
+        self._order = Shuffle(dataset.sequences, needs.seed, Stream.DOCUMENTS)
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
         stop = start + self.seq_length + 1
@@ -134,9 +118,7 @@ class ShuffledSamples(Samples):
 
     def _sequences(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where sequences `first` to `stop` of the shuffled order begin in `tokens`, and their lengths."""
-        ids = self._order.at(np.arange(first, min(stop, self._order.size)))
-        begins = self._offsets[ids]
-        return begins - self._first, self._offsets[ids + 1] - begins
+        return self.dataset.spans(self._order.at(np.arange(first, min(stop, self._order.size))))
 
     @cached_property
     def _block_ends(self) -> np.ndarray:
@@ -148,15 +130,6 @@ class ShuffledSamples(Samples):
             for _, lengths in [self._sequences(first, first + step)]
         ]
         return np.cumsum(np.concatenate(sums))
-
-
-def excerpt(array: np.ndarray | Offsets, most: int | None = None) -> np.ndarray:
-    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
-    most = most or _EXCERPT_TOKENS
-    if len(array) <= most:
-        return array[:]
-    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
-    return np.concatenate([array[start : start + most // 16] for start in starts])
 
 
 def in_samples(number: int, seq_length: int) -> str:

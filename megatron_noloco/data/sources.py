@@ -73,23 +73,17 @@ def parse_prefixes(paths: str | Sequence[str | float]) -> Prefixes:
             "must be prefixes, or weights > 0 and prefixes in turn, like "
             f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
         )
-    _check_one_reading(paths, names, prefixes)
-    shares = [weight / sum(weights) for weight in weights]
-    slots_of(shares)  # raises where these cannot be met
-    return tuple(zip(prefixes, shares, strict=True))
-
-
-def _check_one_reading(paths: Sequence[str | float], names: list[str], prefixes: list[str]) -> None:
-    """Raise UserError where each item of a blend may be the name of a dataset."""
-    numbers_alone = bool(_weights(prefixes))
     a_weight_exists = any(Path(f"{weight}.idx").exists() for weight in paths[::2])
-    if len(names) == len(paths) and (numbers_alone or a_weight_exists):
-        weights = [int(weight) if weight.is_integer() else weight for weight in _weights(paths[::2])]
-        weighted = [item for pair in zip(weights, prefixes, strict=True) for item in pair]
+    if len(names) == len(paths) and (_weights(prefixes) or a_weight_exists):
+        numbers = [int(weight) if weight.is_integer() else weight for weight in weights]
+        weighted = [item for pair in zip(numbers, prefixes, strict=True) for item in pair]
         raise UserError(
             f"can be read as weights and datasets, then write {json.dumps(weighted)}, and as datasets alone, then "
             f"write {json.dumps([f'./{name}' for name in names])}; got {json.dumps(paths)}"
         )
+    shares = [weight / sum(weights) for weight in weights]
+    slots_of(shares)  # raises where these cannot be met
+    return tuple(zip(prefixes, shares, strict=True))
 
 
 @dataclass(frozen=True)
@@ -129,17 +123,8 @@ Source = TextSource | IndexedSource
 
 
 @dataclass(frozen=True)
-class DocumentBorders:
-    """How documents are separated at their borders within a sample; fields as in Megatron."""
-
-    end_of_document: int  # the token that ends each document
-    reset_attention_mask: bool = False  # documents do not attend to each other
-    eod_mask_loss: bool = False  # the token after an end has no loss
-
-
-@dataclass(frozen=True)
 class Needs:
-    """What a run requires of its datasets; `vocab_size`, `seq_length` and `documents` are enough to evaluate."""
+    """What a run requires of its datasets; `vocab_size` and `seq_length` are enough to evaluate on other data."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
@@ -147,4 +132,6 @@ class Needs:
     seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledSamples`)
     evaluates: bool = True  # whether validation datasets are built
     steps: int = 0  # local steps of the run, for its epochs; 0: not known
-    documents: DocumentBorders | None = None  # None: documents are not separated
+    end_of_document: int = -1  # the token that ends each document, where one of these is set, as in Megatron:
+    reset_attention_mask: bool = False  # documents in a sample do not attend to each other
+    eod_mask_loss: bool = False  # the token after an end has no loss

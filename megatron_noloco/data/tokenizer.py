@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +25,34 @@ BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # name of the byte tokenizer's token in an export; in a text it is bytes
 KEPT = "tokenizer_as_read.json"  # name of a copy, from which `auto_tokenizer` builds a tokenizer again
 _DECIDING = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer, and how it reads text.
+
+    Attributes:
+        folder: of a Hugging Face fast tokenizer; None: bytes.
+        split_special_tokens: whether a special token that a text spells out is text.
+        prepend_bos: whether each document begins with BOS; None: if transformers puts it before a text.
+        cache: the folder in which hosts keep tokenizers, see `cache.cache_folder`.
+    """
+
+    folder: str | None = None
+    split_special_tokens: bool = True
+    prepend_bos: bool | None = False
+    cache: str | None = None
+
+
+def choice_problem(kind: str | None, choice: TokenizerChoice) -> str:
+    """Return why a choice is none for this tokenizer_type (None: not given); "" where it is."""
+    if choice.folder is not None and kind == "byte":
+        return 'tokenizer_model does not go together with tokenizer_type "byte"; leave one out'
+    if choice.folder is None and kind not in (None, "byte"):
+        return f'tokenizer_type "{kind}" needs tokenizer_model, its folder'
+    if choice.folder is None and choice.prepend_bos:
+        return "prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out"
+    return ""
 
 
 class Content(TypedDict):
@@ -73,21 +102,11 @@ class Tokenizer:
         folder: the folder that the user gave; None: bytes.
     """
 
-    def __init__(
-        self,
-        content: Content,
-        folder: str | None = None,
-        split_special_tokens: bool = True,
-        prepend_bos: bool | None = False,
-    ) -> None:
-        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for.
-
-        Args:
-            prepend_bos: whether each document begins with BOS; None: if transformers puts it before a text.
-        """
+    def __init__(self, content: Content, choice: TokenizerChoice) -> None:
+        """Raise UserError where the content lacks an end-of-document token, or the BOS that is asked for."""
         from tokenizers import Tokenizer as Backend
 
-        self.content, self.folder = content, folder
+        self.content, self.folder = content, choice.folder
         self.backend: Any = Backend.from_str(content["tokenizer"])
         vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
@@ -96,20 +115,20 @@ class Tokenizer:
         end = vocabulary.get(special.get("eos_token", ""))
         if end is None:
             raise UserError(
-                f"tokenizer_model {folder}: no end-of-document token; name it as eos_token in its "
+                f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in its "
                 "tokenizer_config.json"
             )
         self.end_of_document = end
         self.adds_bos = bos is not None and self.backend.encode("the").ids[:1] == [bos]
         self.backend.post_processor = None  # BOS is added only if `prepend_bos` asks for it
-        prepend_bos = self.adds_bos if prepend_bos is None else prepend_bos
+        prepend_bos = self.adds_bos if choice.prepend_bos is None else choice.prepend_bos
         if prepend_bos and bos is None:
             raise UserError(
-                f"prepend_bos: tokenizer_model {folder} has no BOS; name one as bos_token in its "
+                f"prepend_bos: tokenizer_model {self.folder} has no BOS; name one as bos_token in its "
                 "tokenizer_config.json, or leave prepend_bos out"
             )
         self.before_document = (bos,) if prepend_bos and bos is not None else ()
-        self.splits_special_tokens = split_special_tokens
+        self.splits_special_tokens = choice.split_special_tokens
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
         model = json.loads(self.backend.to_str())["model"]
         self._of_words = model["type"] == "WordLevel"
@@ -123,15 +142,9 @@ class Tokenizer:
         return sha256_of([deciding(self.backend), self.beginning_of_document, self.end_of_document])
 
     @cached_property
-    def content_digest(self) -> str:
-        """Hex SHA-256 of all content, of which also depends what a template writes and how tokens are decoded."""
-        return sha256_of(self.content)
-
-    @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template, or named templates; without content where there is none."""
-        whose = "the byte tokenizer" if self.folder is None else f"tokenizer_model {self.folder}"
-        return ChatTemplate(whose, self.content["chat_template"], self.as_hugging_face)
+        return ChatTemplate(self.content["chat_template"], self.as_hugging_face)
 
     def extends(self, other: "Tokenizer") -> bool:
         """Return whether this tokenizer has the ids and rules of another, with or without further tokens."""
@@ -299,9 +312,10 @@ class ByteTokenizer(Tokenizer):
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([END_OF_DOCUMENT])
         special = {"eos_token": END_OF_DOCUMENT}
-        super().__init__(
-            Content(tokenizer=backend.to_str(), special_tokens=special, chat_template=None, switched_off="")
+        content = Content(
+            tokenizer=backend.to_str(), special_tokens=special, chat_template=None, switched_off=""
         )
+        super().__init__(content, TokenizerChoice())
         self.digest = hashlib.sha256(b"UTF-8 bytes, 256 ends a document").hexdigest()
 
     def encode_batch(self, texts: list[str], from_template: bool = False) -> list[np.ndarray]:

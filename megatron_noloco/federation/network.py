@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier
 from megatron_noloco.federation.keys import Keys
@@ -159,10 +159,8 @@ def meeting_place(text: str) -> tuple[list[str], Store | None]:
             f'federation.rendezvous: "{text}" is neither "file://FOLDER" or "s3://BUCKET/FOLDER", which all '
             'jobs can write, nor "tcp://HOST:PORT,...", addresses of one or more replicas'
         )
-    try:
+    with prefix_errors_with("federation.rendezvous"):
         return [], Store.of(text)
-    except UserError as error:
-        raise UserError(f"federation.rendezvous: {error}") from None
 
 
 def place_to_listen(text: str | None, seeds: Sequence[str]) -> str | None:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.blend import Blend, SampleDataset
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import open_validation, open_whole
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import Needs
-from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.huggingface.source import hugging_face, open_source
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -138,8 +138,7 @@ def open_weights(
         readers = {name: partial(read, replicas=replicas) for name, replicas in sets.items()}
         length = trained.seq_length
     architecture = replace(trained, seq_length=seq_length or length)
-    documents = source.config.documents(tokenizer.end_of_document) if source else None
-    needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
+    needs = Needs(architecture.vocab_size, architecture.seq_length)
     if data is not None:
         cache = source.config.data.cache if source else None
         samples, notes = open_whole(data, tokenizer, needs, cache)
@@ -148,8 +147,10 @@ def open_weights(
             sys.stderr.write(f"--data {data}: {notes}\n")
     else:
         assert source is not None
-        counters = source.saved.manifests[0].counters
-        read_data = open_validation(source.config.data.source, tokenizer, needs, counters, trained.seq_length)
+        counters, block = source.saved.manifests[0].counters, source.config.data
+        flags = {name: getattr(block, name) for name in ("reset_attention_mask", "eod_mask_loss")}
+        needs = replace(needs, end_of_document=tokenizer.end_of_document, **flags)
+        read_data = open_validation(block.source, tokenizer, needs, counters, trained.seq_length)
     if architecture.seq_length > trained.seq_length:
         sys.stderr.write(
             f"--seq-length {architecture.seq_length}: the model's context is {trained.seq_length} tokens; it was "

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer, has_tokenizer
-from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer, has_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import read_object
 from megatron_noloco.huggingface.weight_files import PretrainedWeights

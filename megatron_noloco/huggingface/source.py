@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.run_settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig, saved_config
 from megatron_noloco.data.auto_tokenizer import find_tokenizer
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.model.architecture import Architecture
 
@@ -34,10 +34,8 @@ class ModelSource:
         run_folders = [step.absolute().parents[1] for step in self.saved.folders.values()]
         places = [self.tokenizer_place] if self.tokenizer_place else map(tokenizer_folder, run_folders)
         manifest = self.saved.manifests[0]
-        try:
+        with prefix_errors_with("the run's tokenizer is not found (give --tokenizer FOLDER)"):
             return find_tokenizer(self.config.data.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
-        except UserError as error:
-            raise UserError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {error}") from None
 
     @property
     def architecture(self) -> Architecture:

@@ -28,7 +28,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.opening import Data, check_source, open_data
 from megatron_noloco.data.sources import IndexedSource, Needs
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.errors import UserError
+from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.membership import Membership, network_of
@@ -73,7 +73,7 @@ class Joined(NamedTuple):
         start: where the training begins or continues.
         data: the data of the run.
         validation: microbatches of each dataset of the blend.
-        settings: of the checkpoints, with the checksums of the training data as rank 0 reads them.
+        settings: of the checkpoints, with the checksums of the data.
     """
 
     by_recipe: dict[str, Any]
@@ -131,7 +131,9 @@ def read_data(
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
         steps=config.training.train_iters,
-        documents=config.documents(tokenizer.end_of_document),
+        end_of_document=tokenizer.end_of_document,
+        reset_attention_mask=config.data.reset_attention_mask,
+        eod_mask_loss=config.data.eod_mask_loss,
     )
     data = open_data(config.data.source, tokenizer, needs)
     validation = []
@@ -293,12 +295,10 @@ def _check_load(load: str, jobs: Iterable[Path]) -> None:
         return
     if any(any(continued_from(job / "checkpoints", load)) for job in jobs):
         return
-    try:
+    with prefix_errors_with("checkpoint.load"):
         if (wrong := _not_a_step(Path(load))) is not None:
             raise UserError(f"{load}: {wrong}")
         read_manifests(Path(load))
-    except UserError as error:
-        raise UserError(f"checkpoint.load: {error}") from None
 
 
 def _not_a_step(folder: Path) -> str | None:

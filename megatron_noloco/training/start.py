@@ -82,8 +82,6 @@ def start(
     with now.doing("comparing config and data with the other ranks"):
         check_ranks(prepared, data)
         hosts = gather_from_all_ranks(socket.gethostname())[:: topology.replica_size]
-        # It reads an excerpt of the data: one rank of the job does.
-        training_data = computed_by_rank_0(lambda: data.checksums)
     with now.doing("looking for a checkpoint"):
         output_dir, job_folder = Path(config.training.output_dir), folder_of_job(config, topology.slot)
         old_stop_request = stop_request(output_dir)  # before the job can be asked to stop
@@ -94,7 +92,7 @@ def start(
         method = None if saved is None else saved_config(saved.config).noloco
         config, by_recipe = resolve(config, topology.total_replicas, hosts, method)
         prepared = replace(prepared, config=config)
-        settings = checkpoint_settings(config, topology, training_data, prepared.tokenizer)
+        settings = checkpoint_settings(config, topology, data.checksums, prepared.tokenizer)
         found = check_found(settings, found)
         notes += _tokenizer_notes(prepared, begins=saved is None)
     # From here on no signal ends this process at once: what follows must look.
@@ -160,7 +158,8 @@ def check_ranks(prepared: Prepared, data: Data) -> None:
     another rank has read. Of fields that may hold places, which differ from host to host, only numbers count.
     """
     config = prepared.config.to_dict()
-    compared = (_numbers(config), divided(config)[0], {"noloco": config["noloco"], "data": data.fingerprint})
+    read = [*data.checksums.values()]
+    compared = (_numbers(config), divided(config)[0], {"noloco": config["noloco"], "data": read})
     own = {name: digest for part in compared for name, digest in digests_of(part).items()}
     told = gather_from_all_ranks(own | prepared.alike.digests)
     for rank, digests in enumerate(told):

@@ -14,25 +14,18 @@ import pyarrow
 from megatron_noloco.data.cache import Made
 from megatron_noloco.data.corpus import corpus_of, preprocess
 from megatron_noloco.data.encode import Counts, files_to_read
-from megatron_noloco.data.indexed import Dataset, IndexedDataset, IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import Dataset, IndexedDataset, Sequence, read_indexed, write_indexed
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.records import RECORD_KEYS, encode_records
-from megatron_noloco.data.sources import (
-    Split,
-    TextSource,
-)
+from megatron_noloco.data.sources import Split, TextSource
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.data.tokenizer import Tokenizer as AnyTokenizer
 
 
 def write_dataset(
     prefix: Path, documents: Iterable[Any], vocab_size: int = 257, tokenizer: Any = None
 ) -> str:
     """Write a dataset of these documents, each a sequence of tokens; returns its prefix."""
-    with IndexedWriter(prefix, vocab_size) as writer:
-        for document in documents:
-            writer.add(np.array(document), ends_document=True)
-        writer.finish()
+    write_indexed(prefix, (Sequence(np.array(document), True) for document in documents), vocab_size)
     if tokenizer is not None:
         Path(f"{prefix}.facts.json").write_text(
             json.dumps({"source": "a test", "tokenizer": tokenizer.digest})
@@ -89,12 +82,12 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def counted(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> Made:
+def counted(folder: Path, paths: list[Path], tokenizer: Tokenizer = BYTES, **options: Any) -> Made:
     """What is known of FOLDER/out_text_document, which is made."""
     return preprocess([*map(str, paths)], folder / "out", tokenizer, **{"append_eod": True, **options})[1]
 
 
-def run(folder: Path, paths: list[Path], tokenizer: AnyTokenizer = BYTES, **options: Any) -> IndexedDataset:
+def run(folder: Path, paths: list[Path], tokenizer: Tokenizer = BYTES, **options: Any) -> IndexedDataset:
     counted(folder, paths, tokenizer, **options)
     return read_indexed(str(folder / f"out_{options.get('key', 'text')}_document"))
 
@@ -104,7 +97,7 @@ def documents(indexed: IndexedDataset) -> list[list[int]]:
     return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
 
 
-def expected(texts: list[str], tokenizer: AnyTokenizer = BYTES) -> list[list[int]]:
+def expected(texts: list[str], tokenizer: Tokenizer = BYTES) -> list[list[int]]:
     return [[*tokenizer.encode(text).tolist(), tokenizer.end_of_document] for text in texts if text]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import TokenizerChoice
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 

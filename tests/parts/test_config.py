@@ -15,9 +15,8 @@ from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig, ZeroConfig
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice
 from megatron_noloco.data.sources import IndexedSource, Split, TextSource
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.fields import Settings
 from megatron_noloco.model.architecture import Architecture, Compute

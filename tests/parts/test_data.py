@@ -167,8 +167,6 @@ class TestCorpus:
         assert records.make().made.notes.endswith(note)
         (folder / "a.txt").write_text("text")
         assert note in load(str(folder), "1").notes
-        output = ("--output-prefix", tmp_path / "out")
-        assert note in output_of("data", "preprocess", "--input", folder, *output)
 
     def test_of_a_cache_with_two_revisions_that_of_main_is_read(self, tmp_path: Path) -> None:
         write_cache(tmp_path)
@@ -296,29 +294,21 @@ class TestCorpus:
         write_documents(folder / "cache-0123456789abcdef.arrow", ["text 0 after a `map`"])
         assert load(str(tmp_path), "1").files == 2
 
-    def test_splits_of_a_published_dataset_are_named(self, tmp_path: Path) -> None:
-        """As the hub names files; who trains on all of them trains on the test data, too."""
-        rows, folder = '{"text": "a"}\n', tmp_path / "en"
-        for name in ("train-00000-of-00002", "train-00001-of-00002", "test/0000", "c4-validation.00000-of-8"):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.json").write_text(rows)
-        note = "; files of several splits are read: validation (1), test (1), train (2)"
-        assert load(str(tmp_path), "1").notes == note
-        assert load(str(folder / "test"), "1").notes == ""
-
-    @pytest.mark.parametrize(("first", "second", "splits"), [
-        ("00.jsonl", "val.jsonl", "others (1), val (1)"),  # as the Pile
-        ("TinyStories-train.txt", "TinyStories-valid.txt", "train (1), valid (1)"),
-        ("train/data.jsonl", "test/data.jsonl", "test (1), train (1)"),  # a DatasetDict
-        ("a.py", "test_a.py", ""),
+    @pytest.mark.parametrize(("names", "splits"), [
+        ("en/train-00000-of-2.json en/train-00001-of-2.json en/test/0000.json en/c4-validation.00000-of-8.json",
+         "validation (1), test (1), train (2)"),  # as the hub names files
+        ("en/test/0000.json", ""),
+        ("00.jsonl val.jsonl", "others (1), val (1)"),  # as the Pile
+        ("TinyStories-train.txt TinyStories-valid.txt", "train (1), valid (1)"),
+        ("train/data.jsonl test/data.jsonl", "test (1), train (1)"),  # a DatasetDict
+        ("a.py test_a.py", ""),
     ])  # fmt: skip
-    def test_what_is_not_for_training_is_named(
-        self, first: str, second: str, splits: str, tmp_path: Path
-    ) -> None:
-        for name in (first, second):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text('{"text": "a"}\n' if name.endswith(".jsonl") else "a text\n")
-        if "/" in first:
+    def test_what_is_not_for_training_is_named(self, names: str, splits: str, tmp_path: Path) -> None:
+        """Who trains on all of them trains on the test data, too."""
+        for name in names.split():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text('{"text": "a"}\n' if ".json" in name else "a text\n")
+        if names.startswith("train/"):
             (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
         note = f"; files of several splits are read: {splits}" if splits else ""
         assert load(str(tmp_path), "1").notes == note

@@ -22,15 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import encode
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
 from megatron_noloco.data.blend import Blend
 from megatron_noloco.data.microbatches import Loader, ValidationSource, addresses_of, training_microbatch
 from megatron_noloco.data.opening import Data, open_data, open_validation, open_whole
 from megatron_noloco.data.record_samples import RecordSamples
 from megatron_noloco.data.samples import Samples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, TextSource, parse_prefixes
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, TokenizerChoice
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.sample_order import BatchPlan, Order, slots_of
@@ -38,9 +37,8 @@ from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import check_start, prepare, read_data
 from megatron_noloco.training.start import checkpoint_settings
 from tests.kit.configs import SMALLEST
-from tests.kit.datasets import load_text, sequences_of, write_dataset
+from tests.kit.datasets import sequences_of, write_dataset
 from tests.kit.ranks import call_here, output_of, refusal_of
-from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 SEQ = 8
 
@@ -99,15 +97,6 @@ class TestIndexed:
         options: dict[str, Any] = {"split": "1,0,0", "evaluates": False}
         one, other = (build(data_path=str(tmp_path / name), **options).checksums for name in ("one", "other"))
         assert one != other
-
-    @pytest.mark.parametrize("paths", [("a", "b"), ("b", "a")], ids=["validation", "training"])
-    def test_the_fingerprint_that_ranks_compare_sees_both_splits(self, paths: tuple[str, str]) -> None:
-        same, other = (
-            build(train_data_path=[training], valid_data_path=validation).fingerprint
-            for training, validation in (("a", "a"), paths)
-        )
-        assert same != other
-        assert same == build(train_data_path=["a"], valid_data_path="a").fingerprint
 
     def test_each_split_may_have_paths_of_its_own(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
@@ -207,7 +196,8 @@ def test_evaluation_takes_records_for_what_they_are(tmp_path: Path) -> None:
     """Their answers alone; a dataset of no text is refused."""
     (path := tmp_path / "a.jsonl").write_text('{"prompt": "a ", "completion": "text"}\n')
     samples, _ = open_whole(str(path), ByteTokenizer(), Needs(257, SEQ))
-    assert labels_of(samples) == samples.some_labels().tolist() == [*b"text", ByteTokenizer.end_of_document]
+    answer = [*b"text", ByteTokenizer.end_of_document]
+    assert labels_of(samples) == samples.dataset.some_labels().tolist() == answer
     empty = write_dataset(tmp_path / "data", [[256], [256]])
     with pytest.raises(ValueError, match=r"data: holds no text of two tokens"):
         open_whole(empty, ByteTokenizer(), Needs(257, SEQ))
@@ -309,19 +299,6 @@ def test_an_unreadable_file_is_one_line(tmp_path: Path) -> None:
 
 
 class TestText:
-    def test_a_long_text_is_encoded_in_pieces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        make_tokenizer(tmp_path)
-        tokenizer = tokenizer_at(tmp_path)
-        lines = [f"two three {number}\n" for number in range(60)]
-        (tmp_path / "text").mkdir()
-        (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
-        (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(encode, "_CHARACTERS", 70)
-        ids = [tokenizer.encode(line).tolist() for line in lines]
-        end = [tokenizer.end_of_document]
-        expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]
-        assert load_text(str(tmp_path / "text"), "1", tokenizer).train.tolist() == expected
-
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
         assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation is None

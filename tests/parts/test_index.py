@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_noloco.data import indexed
 from megatron_noloco.data.blend import Blend
-from megatron_noloco.data.indexed import Offsets, read_indexed
+from megatron_noloco.data.indexed import Offsets, excerpt, read_indexed
 from megatron_noloco.data.opening import open_data
-from megatron_noloco.data.samples import ShuffledSamples, excerpt
+from megatron_noloco.data.samples import ShuffledSamples
 from megatron_noloco.data.sources import IndexedSource, Needs, Split, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.kit.datasets import write_dataset
@@ -51,9 +51,10 @@ def test_samples_and_checksums_are_those_of_an_array(tmp_path: Path, monkeypatch
     ]
     ours, theirs = ([dataset[index].tokens.tolist() for index in range(len(dataset))] for dataset in datasets)
     assert ours == theirs
-    for most in (None, 16):
-        assert excerpt(datasets[0].contents[1], most).tolist() == excerpt(array[5:31], most).tolist()
-        assert len({Blend([dataset]).checksum(most) for dataset in datasets}) == 1
+    for most in (indexed._EXCERPT_TOKENS, 16):
+        monkeypatch.setattr(indexed, "_EXCERPT_TOKENS", most)
+        assert excerpt(datasets[0].contents[1]).tolist() == excerpt(array[5:31]).tolist()
+        assert len({Blend([dataset]).checksum() for dataset in datasets}) == 1
 
 
 def test_a_long_index_takes_no_memory_of_a_rank(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config.agreed import divided, is_taken
 from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
-from megatron_noloco.data.auto_tokenizer import TokenizerChoice, build_tokenizer
+from megatron_noloco.data.auto_tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import TokenizerChoice
 from megatron_noloco.errors import UserError
 from megatron_noloco.federation.folder_carrier import FolderCarrier
 from megatron_noloco.federation.https_carrier import HttpsCarrier

@@ -2,13 +2,12 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_noloco.cli.main import main
 from megatron_noloco.data import corpus, encode
 from megatron_noloco.data.corpus import preprocess
-from megatron_noloco.data.indexed import IndexedWriter, read_indexed
+from megatron_noloco.data.indexed import Sequence, read_indexed, write_indexed
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
-from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_cache, write_jsonl
+from tests.kit.datasets import BYTES, TEXTS, counted, documents, expected, run, write_jsonl
 from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 ROOT = Path(__file__).parents[2]
@@ -75,23 +73,6 @@ def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
         run(tmp_path / "other", [path])
 
 
-def test_each_file_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether it has several paths, or is given as well as its folder; a card beside rows is none of them."""
-    cache = tmp_path / "cache"
-    write_cache(cache, *(json.dumps({"text": text}) for text in TEXTS))
-    data, out = cache / "snapshots" / "abc" / "data", tmp_path / "out"
-    given = {
-        (cache,): "; left out: 1 file without records (snapshots/abc/README.md), 1 empty document",
-        (data, data / "train.jsonl"): "",
-        (data / "train.jsonl", cache / "blobs" / "0f"): "",
-        (data / "train.jsonl",): "",
-    }
-    for number, (paths, notes) in enumerate(given.items()):
-        arguments = ["--input", *map(str, paths), "--output-prefix", f"{out}{number}"]
-        assert main(["data", "preprocess", *arguments]) == 0
-        assert re.match(rf"3 documents, \d+ tokens{re.escape(notes)}", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("at_once", [1, 70, 10**6])
 def test_batches_of_several_files_are_encoded_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
@@ -127,11 +108,6 @@ def test_a_key_may_be_another_and_ends_left_out(tmp_path: Path) -> None:
     assert {key: documents(indexed) for key, indexed in found.items()} == {
         "title": [list(b"T1")], "body": [list(b"B1"), list(b"B2")]
     }  # fmt: skip
-
-
-def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ["two"])
-    assert documents(run(tmp_path / "data" / "new", [tmp_path / "a.jsonl"])) == [[*b"two", 256]]
 
 
 def test_what_a_stopped_process_leaves(tmp_path: Path) -> None:
@@ -269,17 +245,16 @@ def test_a_package_that_is_missing_is_named(
 class TestDamage:
     @pytest.fixture
     def prefix(self, tmp_path: Path) -> Path:
-        with IndexedWriter(tmp_path / "p", vocab_size=100_000) as writer:
-            for length in (3, 4):
-                writer.add(np.arange(length), ends_document=True)
+        def sequences() -> Iterator[Sequence]:
+            yield Sequence(np.arange(3), True)
+            yield Sequence(np.arange(4), True)
             assert not (tmp_path / "p.idx").exists()
-            writer.finish()
+
+        assert write_indexed(tmp_path / "p", sequences(), vocab_size=100_000) == 2
         return tmp_path / "p"
 
     def test_documents_that_were_never_ended(self, tmp_path: Path) -> None:
-        with IndexedWriter(tmp_path / "open", vocab_size=300) as writer:
-            writer.add(np.arange(3), ends_document=False)
-            writer.finish()
+        write_indexed(tmp_path / "open", [Sequence(np.arange(3), False)], vocab_size=300)
         with pytest.raises(ValueError, match=r"open\.idx: its sequences or documents do not"):
             read_indexed(str(tmp_path / "open"))
 

@@ -144,7 +144,8 @@ def samples_of(records: list[tuple[np.ndarray, np.ndarray]], packed: bool = True
     """Samples of 8 tokens, of a part of a dataset that begins at its 5th token."""
     tokens, masks = (np.concatenate(rows) for rows in zip(*records, strict=True))
     offsets = 5 + np.cumsum([0, *(len(tokens) for tokens, _ in records)])
-    return RecordSamples(Dataset(tokens, offsets, masks, "the data"), 8, packed, END)
+    dataset = Dataset(tokens, offsets, masks, "the data")
+    return RecordSamples(dataset, dataset.spans(np.arange(len(records))), 8, packed, END)
 
 
 class TestRecordSamples:
@@ -157,7 +158,7 @@ class TestRecordSamples:
         assert documents is not None
         assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
         assert dataset.learnt == 3
-        assert dataset.some_labels().tolist() == [12, 13, 22]
+        assert dataset.dataset.some_labels().tolist() == [12, 13, 22]
 
     def test_one_record_in_each(self) -> None:
         dataset = samples_of([record(4, 10), record(3, 20)], packed=False)

@@ -228,7 +228,7 @@ def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
         return SimpleNamespace(
             config=config(**{name.replace(".", "__"): value for name, value in (places | edits).items()}),
             alike=RunIdentity({}, "", {"tokenizer": files["tokenizer"]}),
-        ), SimpleNamespace(fingerprint=files["data"])
+        ), SimpleNamespace(checksums={"training": files["data"]})
 
     told: list[dict[str, str]] = []
     monkeypatch.setattr(

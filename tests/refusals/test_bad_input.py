@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data import samples
+from megatron_noloco.data import indexed
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import write_dataset
 from tests.kit.golden import check
@@ -133,7 +133,7 @@ def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large dataset the start checks an excerpt, here pairs of tokens far apart."""
-    monkeypatch.setattr(samples, "_EXCERPT_TOKENS", 32)
+    monkeypatch.setattr(indexed, "_EXCERPT_TOKENS", 32)
     documents = (np.full(50, -1 if number == 20 else number) for number in range(40))
     prefix = write_dataset(folder / "large", documents, vocab_size=1 << 20)
     data = {"text": None, "data_path": prefix, "split": "1,0,0"}

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.data import indexed
 from megatron_noloco.data import samples as samples_module
 from megatron_noloco.data.microbatches import ValidationSource, gather
 from megatron_noloco.data.opening import open_data
 from megatron_noloco.data.samples import IGNORED, Samples, ShuffledSamples
-from megatron_noloco.data.sources import DocumentBorders, IndexedSource, Needs, parse_prefixes
+from megatron_noloco.data.sources import IndexedSource, Needs, parse_prefixes
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.model.layers import document_mask
@@ -24,7 +25,7 @@ SEQ = 8
 NEEDS = Needs(vocab_size=10_000, seq_length=SEQ)
 END = 9
 TOKENS = np.array([1, 2, END, 3, END, END, 4, 5, 6])  # documents of 3, 2, 1 and more than 2 tokens
-BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
+BOTH = replace(NEEDS, end_of_document=END, reset_attention_mask=True, eod_mask_loss=True)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
@@ -109,7 +110,7 @@ def test_seeds_differ_and_neighbours_part() -> None:
 
 
 def test_token_after_end_has_no_loss() -> None:
-    tokens, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=BOTH))[0]
+    tokens, labels, documents = Samples(sequences_of(TOKENS), BOTH)[0]
     assert tokens.tolist() == TOKENS[:8].tolist()
     assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
     assert documents is not None
@@ -117,17 +118,17 @@ def test_token_after_end_has_no_loss() -> None:
 
 
 def test_each_is_done_without_the_other() -> None:
-    masked, apart = DocumentBorders(END, eod_mask_loss=True), DocumentBorders(END, reset_attention_mask=True)
-    _, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=masked))[0]
+    masked, apart = replace(BOTH, reset_attention_mask=False), replace(BOTH, eod_mask_loss=False)
+    _, labels, documents = Samples(sequences_of(TOKENS), masked)[0]
     assert IGNORED in labels
     assert documents is None
-    _, labels, documents = Samples(sequences_of(TOKENS), replace(NEEDS, documents=apart))[0]
+    _, labels, documents = Samples(sequences_of(TOKENS), apart)[0]
     assert IGNORED not in labels
     assert documents is not None
 
 
 def test_in_shuffled_sequences_and_in_microbatches() -> None:
-    dataset = ShuffledSamples(sequences_of(TOKENS, np.array([0, 3, 5, 6, 9])), Needs(10, 4, documents=BOTH))
+    dataset = ShuffledSamples(sequences_of(TOKENS, np.array([0, 3, 5, 6, 9])), replace(BOTH, seq_length=4))
     microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
     assert microbatch.documents is not None
     ends = (microbatch.tokens == END) | (microbatch.tokens == 6)  # which ends the last sequence without END
@@ -141,7 +142,7 @@ def test_shuffled_pieces_are_separate_documents(lengths: list[int], seed: int) -
     """None of them ends with the token."""
     order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
     lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1
-    needs = replace(NEEDS, seed=seed, documents=DocumentBorders(-1, True, True))
+    needs = replace(BOTH, seed=seed, end_of_document=-1)
     made = ShuffledSamples(sequences_of(np.arange(sum(lengths)), np.cumsum([0, *lengths])), needs)
     for index in range(len(made)):
         _, labels, documents = made[index]
@@ -159,10 +160,11 @@ def test_who_attends_to_whom() -> None:
 @pytest.mark.parametrize("field", ["reset_attention_mask", "eod_mask_loss"])
 def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     prefix = write_dataset(tmp_path / "a", [np.arange(100)])
-    documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
     source = IndexedSource(parse_prefixes(prefix), None, None)
-    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
-    with pytest.raises(ValueError, match=rf"^data.{field}: no document of .*a ends with the .* \(256\)"):
+    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, **{field: True})
+    with pytest.raises(
+        ValueError, match=rf"^data.{field}: documents of .*a have no end-of-document token .*, so they cannot"
+    ):
         open_data(source, ByteTokenizer(), needs)
 
 
@@ -170,10 +172,9 @@ def test_documents_may_be_longer_than_what_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The index says where documents end; of the tokens of a large dataset only an excerpt is read."""
-    monkeypatch.setattr(samples_module, "_EXCERPT_TOKENS", 32)
+    monkeypatch.setattr(indexed, "_EXCERPT_TOKENS", 32)
     documents = [[7] * 900 + [ByteTokenizer.end_of_document] * (number < 6) for number in range(7)]
     source = IndexedSource(parse_prefixes(write_dataset(tmp_path / "a", documents)), None, None)
-    borders = DocumentBorders(ByteTokenizer.end_of_document, reset_attention_mask=True)
-    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=borders)
+    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, reset_attention_mask=True)
     training = open_data(source, ByteTokenizer(), needs).training
-    assert set(training.parts[0].some_labels()) == {7}
+    assert set(training.parts[0].dataset.some_labels()) == {7}
