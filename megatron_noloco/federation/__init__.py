@@ -7,7 +7,8 @@ The files from the bottom up; each imports only those of its own line and above:
 |---|---|
 | `compatibility`, `keys`, `statuses` | which jobs fit together; certificates; members, and what each publishes |
 | `mesh` | the interface: members, statuses, pieces |
-| `https_server`, `https_links`, `https_client`, `https_answers`, `https_carrier` | the carrier over HTTPS |
+| `https_server`, `https_transfers` | connections over HTTPS, and the pieces that pass on them |
+| `https_links`, `https_client`, `https_answers`, `https_carrier` | who is there; requests; the carrier |
 | `visit` | a program that is no member asks a member |
 | `store`, `folder_members`, `folder_carrier` | the carrier through a folder or a bucket |
 | `members` | this replica among the others; lines on who comes and goes |

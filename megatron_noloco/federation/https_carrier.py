@@ -227,7 +227,7 @@ class HttpsCarrier(Carrier):
 
     async def _hold(self, link: Link, slot: int, address: str) -> None:
         async with (
-            self._opened("link", slot, address, self._links.texts(link)) as (answer, place),
+            self._opened("link", slot, address, self._links.texts(link)) as answer,
             aclosing(lines_of(answer.content, LEASE_SECONDS)) as lines,
         ):
             signed = first_status(await anext(lines, {}), self.mesh.me)
@@ -239,17 +239,13 @@ class HttpsCarrier(Carrier):
                 raise ConnectionError("there is a link by now")
             peer.address = address
             self._open_streams(link)
-            try:
-                await self._hear(link, lines, answer.content)
-            except TimeoutError:
-                self._client.end_connections(place)
-                raise
+            await self._hear(link, lines, answer.content)
 
     @asynccontextmanager
     async def _opened(
         self, kind: str, slot: int, address: str, texts: AsyncIterator[bytes]
-    ) -> AsyncIterator[tuple[ClientResponse, Any]]:
-        """Open a link or a stream; return its answer, and the other side's address."""
+    ) -> AsyncIterator[ClientResponse]:
+        """Open a link or a stream; return its answer."""
         quiet = ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS)
         async with (
             asyncio.timeout(PATIENCE_SECONDS) as limit,
@@ -259,9 +255,8 @@ class HttpsCarrier(Carrier):
             if answer.connection is None or (transport := answer.connection.transport) is None:
                 raise ConnectionError("it has ended at once")
             transport.set_write_buffer_limits(WRITE_BYTES)
-            place = transport.get_extra_info("peername")
             limit.reschedule(None)
-            yield answer, place
+            yield answer
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]], content: StreamReader) -> None:
         """Take the lines of a link, or of one of its streams, until it ends."""
@@ -315,7 +310,7 @@ class HttpsCarrier(Carrier):
                 await is_open.wait()
 
         try:
-            async with self._opened("stream", peer.slot, peer.address, texts()) as (answer, _):
+            async with self._opened("stream", peer.slot, peer.address, texts()) as answer:
                 is_open.set()
                 await self._hear(link, lines_of(answer.content, None), answer.content)
         except CONNECTION_ERRORS:

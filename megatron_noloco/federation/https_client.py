@@ -20,7 +20,6 @@ from yarl import URL
 from megatron_noloco.federation.compatibility import differences, refusal
 from megatron_noloco.federation.https_links import RARE_SECONDS, Links
 from megatron_noloco.federation.https_server import (
-    KEEP_ALIVE_SECONDS,
     MOST_FIELD_BYTES,
     READ_BYTES,
     open_socket,
@@ -71,7 +70,7 @@ class Client:
         self._sockets = weakref.WeakSet[socket.socket]()
         connector = aiohttp.TCPConnector(
             limit=0,
-            keepalive_timeout=KEEP_ALIVE_SECONDS - 20,  # or a request could meet the end from the other side
+            force_close=True,
             socket_factory=self._open_socket,
             ssl=statuses.identity.client,
         )
@@ -114,22 +113,13 @@ class Client:
     async def close(self) -> None:
         """End all connections; to be called when no request is under way."""
         await self._session.close()
-        self.end_connections()  # some wait for the other side to end the encryption
+        for opened in list(self._sockets):  # some wait for the other side to end the encryption
+            with suppress(OSError):
+                opened.shutdown(socket.SHUT_RDWR)
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 while any(opened.fileno() >= 0 for opened in self._sockets):
                     await asyncio.sleep(0.001)
-
-    def end_connections(self, place: tuple[Any, ...] | None = None) -> None:
-        """End all connections to an address of a host, also idle ones; None: to any.
-
-        Where one has fallen silent the others may be as dead: a router has forgotten them, or a host is in another
-        network. A request on each of them would wait for its time-out.
-        """
-        for opened in list(self._sockets):
-            with suppress(OSError):
-                if place is None or opened.getpeername()[:2] == place[:2]:
-                    opened.shutdown(socket.SHUT_RDWR)
 
     def _open_socket(self, info: Any) -> socket.socket:
         opened = open_socket(info)

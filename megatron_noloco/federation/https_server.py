@@ -20,7 +20,6 @@ from megatron_noloco.federation.mesh import PATIENCE_SECONDS
 
 WRITE_BYTES = 2**16  # that wait in this process; what a slow connection has, no other one can send
 READ_BYTES = 2**20  # received before anybody reads them; then the sender waits
-KEEP_ALIVE_SECONDS = 300.0  # NATs forget an idle connection after 350 s
 _MOST_STRANGERS = 256  # connections in their handshake
 _MOST_OF_A_SLOT = 128  # connections
 _ACCEPT_PAUSE_SECONDS = 0.2  # when this process has too many open files
@@ -183,7 +182,6 @@ class Server:
             self,
             self._manager,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=KEEP_ALIVE_SECONDS,
             tcp_keepalive=False,  # `_own` has set it
             logger=_QUIET,
             access_log=None,

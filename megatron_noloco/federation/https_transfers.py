@@ -4,9 +4,9 @@
 |---|---|
 | {"wish": {NUMBER: [NAME, IS_LARGE]}} | which pieces the writing member wants of the other |
 | {"unwish": [NUMBER, ...]} | which it does not want any more |
-| {"piece": NUMBER, "size": BYTES, "at": BYTE, "bytes": BYTES} | a part of a piece follows the line |
+| {"piece": NUMBER, "size": BYTES, "at": BYTE, "bytes": BYTES} | a part of a wished piece follows the line |
+| {"piece": NAME, ...} | the same, of a small piece that is not wished yet; the reading member may forget it |
 | {"refused": NUMBER, "why": TEXT} | a wish is never granted |
-| {"sent": NAME, "bytes": BYTES} | a small piece follows that the reading member will wish; it may forget it |
 
 Small pieces pass on the link itself, between its lines. Large ones pass on *streams*: connections of the link for
 pieces alone, so that nothing waits for them. Each stream takes the next part of the first piece that is not sent,
@@ -18,8 +18,6 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -43,7 +41,7 @@ from megatron_noloco.federation.mesh import (
 MOST_STREAMS = 8  # of a link: where packets are lost, each connection is slow
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # for a line that is
 _PART_BYTES = 2**16
-_MOST_SENT = 16  # pieces that are kept
+_MOST_UNWISHED = 16  # pieces that are kept
 _AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
 
 
@@ -61,11 +59,10 @@ class Transfers:
 
     def __init__(self, mesh: Mesh, member: Member, asked: Mapping[int, Fetch], wake: asyncio.Event) -> None:
         self._mesh, self._member, self._asked, self._wake = mesh, member, asked, wake
-        self._loop = asyncio.get_running_loop()
         self._told = set[int]()
-        self._coming = dict[int, tuple[memoryview, int]]()  # and how many bytes are missing
-        self._sent = dict[str, bytes]()  # to this member before it has wished for it
-        self._granting = dict[int, tuple[Future[Piece], bool]]()  # and whether it is large
+        self._coming = dict[int | str, tuple[memoryview, int]]()  # and how many bytes are missing
+        self._unwished = dict[str, memoryview]()  # pieces that have come, by name
+        self._granting = dict[int, tuple[asyncio.Future[Piece], bool]]()  # and whether it is large
         self._small, self._large = deque[Iterator[bytes]](), deque[Iterator[bytes]]()
         self.has_large = asyncio.Event()
 
@@ -90,8 +87,8 @@ class Transfers:
             self._told -= gone
             self._coming = {number: coming for number, coming in self._coming.items() if number not in gone}
             yield _line({"unwish": list(gone)})
-        for fetch in [fetch for fetch in asked.values() if fetch.name in self._sent]:
-            self._mesh.receive(self._member, fetch.name, self._sent.pop(fetch.name))
+        for fetch in [fetch for fetch in asked.values() if fetch.name in self._unwished]:
+            self._mesh.receive(self._member, fetch.name, self._unwished.pop(fetch.name))
             del asked[fetch.number]
         if new := asked.keys() - self._told:
             self._told |= new
@@ -120,33 +117,32 @@ class Transfers:
                 if not self.streams():
                     return
 
-    def _parts(self, number: int, piece: Piece) -> Iterator[bytes]:
-        """Yield a piece; less of it where it is not wished any more, or withdrawn."""
+    def send(self, name: str, piece: Piece) -> None:
+        """Send a piece that the other side has not wished for yet, if it is small."""
+        if piece.size <= BULK_BYTES:
+            self._push(self._parts(name, piece))
+
+    def _push(self, parts: Iterator[bytes], is_large: bool = False) -> None:
+        (self._large if is_large else self._small).append(parts)
+        (self.has_large if is_large else self._wake).set()
+
+    def _parts(self, key: int | str, piece: Piece) -> Iterator[bytes]:
+        """Yield a piece; less of it where it is withdrawn, or not wished any more."""
         for start in range(0, max(1, piece.size), _PART_BYTES):
-            if number not in self._granting:
+            if isinstance(key, int) and key not in self._granting:
                 return
             try:
                 content = piece.read(start, start + _PART_BYTES)
             except RefusedError as error:
-                yield self._refusal(number, error)
+                yield from self._refusal(key, error)
                 return
-            line = {"piece": number, "size": piece.size, "at": start, "bytes": len(content)}
-            yield _line(line) + content
+            yield _line({"piece": key, "size": piece.size, "at": start, "bytes": len(content)}) + content
             self._mesh.note_bytes(self._member)
-        self._granting.pop(number, None)
+        self._granting.pop(key, None)  # type: ignore[arg-type]
 
-    def send(self, name: str, piece: Piece) -> None:
-        """Send a small piece that the other side has not wished for yet."""
-        if piece.size <= BULK_BYTES:
-            with suppress(RefusedError):
-                content = piece.read()
-                self._small.append(iter([_line({"sent": name, "bytes": len(content)}) + content]))
-                self._wake.set()
-                self._mesh.note_bytes(self._member)
-
-    def _refusal(self, number: int, error: BaseException) -> bytes:
-        self._granting.pop(number, None)
-        return _line({"refused": number, "why": str(error)})
+    def _refusal(self, key: int | str, error: BaseException) -> Iterator[bytes]:
+        self._granting.pop(key, None)  # type: ignore[arg-type]
+        yield _line({"refused": key, "why": str(error)})
 
     # What is read
 
@@ -156,18 +152,14 @@ class Transfers:
         Raises `MALFORMED`, ConnectionError and TimeoutError.
         """
         if "piece" in line:
-            number, *numbers = (int(line[name]) for name in ("piece", "size", "at", "bytes"))
-            await self._receive(number, *numbers, content=content)
-        elif "sent" in line:
-            await self._keep(line["sent"], int(line["bytes"]), content)
+            await self._receive(line["piece"], line["size"], line["at"], line["bytes"], content)
         elif "refused" in line:
-            number = int(line["refused"])
-            self._told.discard(number)
-            self._coming.pop(number, None)
-            if (fetch := self._asked.get(number)) is not None:
+            self._told.discard(line["refused"])
+            self._coming.pop(line["refused"], None)
+            if (fetch := self._asked.get(line["refused"])) is not None:
                 self._mesh.refuse(self._member, fetch.name, str(line["why"]))
         elif "unwish" in line:
-            for number in map(int, line["unwish"]):
+            for number in line["unwish"]:
                 if (granting := self._granting.pop(number, None)) is not None:
                     granting[0].cancel()
         elif "wish" in line:
@@ -179,15 +171,16 @@ class Transfers:
             return False
         return True
 
-    async def _receive(self, number: int, size: int, at: int, count: int, *, content: StreamReader) -> None:
-        if not (0 <= at <= at + count <= size <= MOST_PIECE_BYTES):
+    async def _receive(self, key: int | str, size: int, at: int, count: int, content: StreamReader) -> None:
+        is_wished = key in self._told
+        if not 0 <= at <= at + count <= size <= (MOST_PIECE_BYTES if is_wished else BULK_BYTES):
             raise ValueError("too large a piece")
-        if number in self._told and number not in self._coming:
-            self._coming[number] = numpy.zeros(size, numpy.uint8).data, size
-        blob, _ = self._coming.get(number, (None, 0))
+        if key not in self._coming and (is_wished or is_name(key)):
+            self._coming[key] = numpy.zeros(size, numpy.uint8).data, size
+        blob, _ = self._coming.get(key, (None, 0))
         if blob is not None and size != len(blob):
             raise ValueError("another size than before")
-        left = count
+        left, loop = count, asyncio.get_running_loop()
         async with asyncio.timeout(PATIENCE_SECONDS) as limit:
             while left:
                 if not (part := await content.read(left)):
@@ -196,58 +189,44 @@ class Transfers:
                     blob[at : at + len(part)] = part
                 at, left = at + len(part), left - len(part)
                 self._mesh.note_bytes(self._member)
-                limit.reschedule(self._loop.time() + PATIENCE_SECONDS)
-        if blob is None or number not in self._coming:
+                limit.reschedule(loop.time() + PATIENCE_SECONDS)
+        if blob is None or key not in self._coming:
             return
-        _, missing = self._coming[number]
-        self._coming[number] = blob, missing - count
+        _, missing = self._coming[key]
+        self._coming[key] = blob, missing - count
         if missing <= count:
-            del self._coming[number]
-            self._told.discard(number)
-            if (fetch := self._asked.get(number)) is not None:
+            del self._coming[key]
+            self._take(key, blob)
+
+    def _take(self, key: int | str, blob: memoryview) -> None:
+        if isinstance(key, str):
+            self._unwished[key] = blob
+            if len(self._unwished) > _MOST_UNWISHED:
+                del self._unwished[next(iter(self._unwished))]
+            self._wake.set()  # it may be wished by now
+        else:
+            self._told.discard(key)
+            if (fetch := self._asked.get(key)) is not None:
                 self._mesh.receive(self._member, fetch.name, blob)
 
-    async def _keep(self, name: Any, count: int, content: StreamReader) -> None:
-        if not is_name(name) or not 0 <= count <= BULK_BYTES:
-            raise ValueError("not a name, or too large a piece")
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            try:
-                self._sent[name] = await content.readexactly(count)
-            except asyncio.IncompleteReadError:
-                raise ConnectionError("the connection has ended in a piece") from None
-        self._mesh.note_bytes(self._member)
-        if len(self._sent) > _MOST_SENT:
-            del self._sent[next(iter(self._sent))]
-        self._wake.set()  # it may be wished by now
-
-    def _grant(self, number: int, name: str, is_large: bool) -> None:
+    def _grant(
+        self, number: int, name: str, is_large: bool, earlier: "asyncio.Future[Piece] | None" = None
+    ) -> None:
         """Send a piece once it is offered, or why it never comes."""
-        wish = self._mesh.offers.wish(name, self._member)
-        self._granting[number] = wish, is_large
-        wish.add_done_callback(partial(self._soon, self._granted, number, name, is_large))
+        if self._granting.get(number, (None,))[0] is earlier:
+            wish = asyncio.wrap_future(self._mesh.offers.wish(name, self._member))
+            self._granting[number] = wish, is_large
+            wish.add_done_callback(partial(self._granted, number, name, is_large))
 
-    def _soon(self, *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(*arguments)
-
-    def _granted(self, number: int, name: str, is_large: bool, wish: "Future[Piece]") -> None:
+    def _granted(self, number: int, name: str, is_large: bool, wish: "asyncio.Future[Piece]") -> None:
         if self._granting.get(number, (None,))[0] is not wish:
             return
         if wish.cancelled():  # there are too many, or the other side was away
-            self._loop.call_later(_AGAIN_SECONDS, self._grant_again, number, name, is_large, wish)
+            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._grant, number, name, is_large, wish)
         elif (error := wish.exception()) is not None:
-            self._small.append(iter([self._refusal(number, error)]))
-            self._wake.set()
-        elif is_large:
-            self._large.append(self._parts(number, wish.result()))
-            self.has_large.set()
+            self._push(self._refusal(number, error))
         else:
-            self._small.append(self._parts(number, wish.result()))
-            self._wake.set()
-
-    def _grant_again(self, number: int, name: str, is_large: bool, wish: "Future[Piece]") -> None:
-        if self._granting.get(number, (None,))[0] is wish:
-            self._grant(number, name, is_large)
+            self._push(self._parts(number, wish.result()), is_large)
 
 
 def _part(queue: deque[Iterator[bytes]]) -> bytes | None:
