@@ -4,7 +4,7 @@
 |---|---|
 | {"wish": {NUMBER: [NAME, IS_LARGE]}} | which pieces the writing member wants of the other |
 | {"unwish": [NUMBER, ...]} | which it does not want any more |
-| {"piece": NUMBER, "size": BYTES, "at": BYTE, "bytes": BYTES} | a part of a wished piece follows the line |
+| {"piece": NUMBER, "size": BYTES, "at": BYTE} | 2^16 bytes of a wished piece follow, or its last ones |
 | {"piece": NAME, ...} | the same, of a small piece that is not wished yet; the reading member may forget it |
 | {"refused": NUMBER, "why": TEXT} | a wish is never granted |
 
@@ -60,7 +60,7 @@ class Transfers:
     def __init__(self, mesh: Mesh, member: Member, asked: Mapping[int, Fetch], wake: asyncio.Event) -> None:
         self._mesh, self._member, self._asked, self._wake = mesh, member, asked, wake
         self._told = set[int]()
-        self._coming = dict[int | str, tuple[memoryview, int]]()  # and how many bytes are missing
+        self._coming = dict[int | str, tuple[memoryview, set[int]]]()  # and where missing parts begin
         self._unwished = dict[str, memoryview]()  # pieces that have come, by name
         self._granting = dict[int, tuple[asyncio.Future[Piece], bool]]()  # and whether it is large
         self._small, self._large = deque[Iterator[bytes]](), deque[Iterator[bytes]]()
@@ -136,7 +136,7 @@ class Transfers:
             except RefusedError as error:
                 yield from self._refusal(key, error)
                 return
-            yield _line({"piece": key, "size": piece.size, "at": start, "bytes": len(content)}) + content
+            yield _line({"piece": key, "size": piece.size, "at": start}) + content
             self._mesh.note_bytes(self._member)
         self._granting.pop(key, None)  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ class Transfers:
         Raises `MALFORMED`, ConnectionError and TimeoutError.
         """
         if "piece" in line:
-            await self._receive(line["piece"], line["size"], line["at"], line["bytes"], content)
+            await self._receive(line["piece"], line["size"], line["at"], content)
         elif "refused" in line:
             self._told.discard(line["refused"])
             self._coming.pop(line["refused"], None)
@@ -171,32 +171,27 @@ class Transfers:
             return False
         return True
 
-    async def _receive(self, key: int | str, size: int, at: int, count: int, content: StreamReader) -> None:
-        is_wished = key in self._told
-        if not 0 <= at <= at + count <= size <= (MOST_PIECE_BYTES if is_wished else BULK_BYTES):
+    async def _receive(self, key: int | str, size: int, at: int, content: StreamReader) -> None:
+        if not 0 <= at <= size <= (BULK_BYTES if isinstance(key, str) else MOST_PIECE_BYTES):
             raise ValueError("too large a piece")
-        if key not in self._coming and (is_wished or is_name(key)):
-            self._coming[key] = numpy.zeros(size, numpy.uint8).data, size
-        blob, _ = self._coming.get(key, (None, 0))
-        if blob is not None and size != len(blob):
-            raise ValueError("another size than before")
-        left, loop = count, asyncio.get_running_loop()
+        if key not in self._coming and (key in self._told or is_name(key)):
+            self._coming[key] = numpy.empty(size, numpy.uint8).data, {*range(0, max(1, size), _PART_BYTES)}
+        blob, missing = self._coming.get(key, (None, {at}))  # None: it is not wished any more
+        if blob is not None and (size != len(blob) or at not in missing):
+            raise ValueError("another size than before, or a part that has come")
+        start, stop, loop = at, min(at + _PART_BYTES, size), asyncio.get_running_loop()
         async with asyncio.timeout(PATIENCE_SECONDS) as limit:
-            while left:
-                if not (part := await content.read(left)):
+            while at < stop:
+                if not (part := await content.read(stop - at)):
                     raise ConnectionError("the connection has ended in a piece")
                 if blob is not None:
                     blob[at : at + len(part)] = part
-                at, left = at + len(part), left - len(part)
+                at += len(part)
                 self._mesh.note_bytes(self._member)
                 limit.reschedule(loop.time() + PATIENCE_SECONDS)
-        if blob is None or key not in self._coming:
-            return
-        _, missing = self._coming[key]
-        self._coming[key] = blob, missing - count
-        if missing <= count:
-            del self._coming[key]
-            self._take(key, blob)
+        missing.discard(start)
+        if not missing and key in self._coming:
+            self._take(key, self._coming.pop(key)[0])
 
     def _take(self, key: int | str, blob: memoryview) -> None:
         if isinstance(key, str):

@@ -158,7 +158,7 @@ def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:
     first = world.add(0)
     second = world.add(1, [first], listens=False)
     world.meet()
-    exchange(first, second, "round/1", is_large=True)
+    exchange(first, second, "round/1", 2**20, is_large=True)
     with https_server._no_fork:  # no other one is added meanwhile
         opened = [one for one in https_server._sockets if _is_connected(one)]
     assert len(opened) >= 4, "a link and a stream, both ends"
@@ -752,16 +752,16 @@ def test_large_statuses_and_pieces_are_refused_unread(world: World) -> None:
     with rogue.link(one) as (opened, reads):
         until(lambda: one.mesh.reaches(rogue.me))
         fetch = one.mesh.begin(rogue.me, "name")
-        part = {"piece": fetch.number, "size": 2**26 + 1, "at": 0, "bytes": 7}
+        part = {"piece": fetch.number, "size": 2**26 + 1, "at": 0}
         rogue.write(opened, json.dumps(part).encode())
         while reads.readline():  # the link ends
             pass
     with rogue.link(one) as (opened, reads):
         while b'"wish"' not in reads.readline():
             pass
-        for number in (fetch.number + 1, fetch.number):  # nobody waits for the first
-            part = {"piece": number, "size": 7, "at": 0, "bytes": 7}
-            rogue.write(opened, json.dumps(part).encode() + b"\n%d23456" % (number == fetch.number))
+        not_wished = {"piece": fetch.number + 1, "size": 2**20 + 7, "at": 2**20}
+        for part in (not_wished, {"piece": fetch.number, "size": 7, "at": 0}):
+            rogue.write(opened, json.dumps(part).encode() + b"\n%d23456" % (part is not not_wished))
         until(lambda: fetch.outcome)
     assert fetch.outcome == b"123456\n"
 
@@ -802,10 +802,10 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
         {"wish": {str(number): ["a", True] for number in range(257)}},
         {"unwish": {"x": 1}},
         {"piece": 1},
-        {"piece": 1, "size": 5, "at": 3, "bytes": 3},
-        {"piece": 1, "size": math.inf, "at": 0, "bytes": 3},
+        {"piece": "a", "size": 5, "at": 3},
+        {"piece": 1, "size": math.inf, "at": 0},
         {"refused": [], "why": ""},
-        {"piece": "a", "size": 2**16 + 1, "at": 0, "bytes": 1},
+        {"piece": "a", "size": 2**16 + 1, "at": 0},
     ],
 )
 def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
