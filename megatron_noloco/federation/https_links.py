@@ -67,7 +67,7 @@ class Link:
         told: members of whose links it was told; None: of none yet.
         has_told: whether it has told of its links.
         transfers: the pieces that pass over it; only where there is a peer.
-        streams: tasks that carry large pieces.
+        streams: tasks that carry large pieces; they end with it.
         wake: set when there may be something to send.
     """
 
@@ -90,8 +90,8 @@ class Link:
         self.wake.set()
         if self.peer is not None:
             self.transfers.end()
-        if self.task is not None:
-            for task in (*self.streams, self.task):
+        for task in (*self.streams, self.task):
+            if task is not None:
                 task.cancel()
 
 

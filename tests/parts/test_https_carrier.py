@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from megatron_noloco.federation import (
     https_client,
     https_links,
     https_server,
-    https_transfers,
     mesh,
 )
 from megatron_noloco.federation.https_answers import Answers
 from megatron_noloco.federation.https_carrier import HttpsCarrier
-from megatron_noloco.federation.https_transfers import is_name
+from megatron_noloco.federation.https_transfers import Transfers, is_name
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import Member, Mesh, StalledError
 from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
@@ -199,6 +198,55 @@ def test_streams_that_were_idle_end_and_open_again(world: World, monkeypatch: py
         links = [a.carrier._links.peers[b.me.slot].link for a, b in ((one, other), (other, one))]
         until(lambda links=links: not any(link.streams for link in links))  # type: ignore[misc]
         assert not any(link.is_over for link in links)
+
+
+def test_a_piece_that_is_wished_while_an_idle_stream_ends_comes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(https_carrier, "_IDLE_SECONDS", 0.2)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    one.mesh.offer("late", content := os.urandom(2**20))
+    texts, fetches = Transfers.texts, list[mesh.Fetch]()
+
+    async def wishes(
+        transfers: Transfers, is_over: Callable[[], bool], idle_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
+        async for text in texts(transfers, is_over, idle_seconds):
+            yield text
+        if idle_seconds is not None and not fetches:
+            fetches.append(other.mesh.begin(one.me, "late", is_large=True))
+
+    monkeypatch.setattr(Transfers, "texts", wishes)
+    exchange(one, other, "piece", 2**20, is_large=True)
+    until(lambda: fetches)
+    assert other.result(fetches[0]) == content
+
+
+def test_streams_end_with_their_link_though_the_other_side_keeps_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    texts = Transfers.texts
+
+    async def keeps(
+        transfers: Transfers, is_over: Callable[[], bool], idle_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
+        async for text in texts(transfers, is_over, idle_seconds):
+            yield text
+        if idle_seconds is None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(Transfers, "texts", keeps)
+    exchange(one, other, "piece", 2**20, is_large=True)
+    theirs, link = one.carrier._links.peers[1].link, other.carrier._links.peers[0].link
+    streams = {*link.streams}
+    one.carrier._soon(theirs.end)
+    assert streams
+    until(lambda: all(stream.done() for stream in streams))
 
 
 def test_a_piece_that_has_come_is_sent_once(world: World) -> None:
@@ -828,7 +876,7 @@ def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.Monk
     world.meet()
     grant = Mock(side_effect=[ZeroDivisionError, None])
     with monkeypatch.context() as patch:
-        patch.setattr(https_transfers.Transfers, "_grant", grant)
+        patch.setattr(Transfers, "_grant", grant)
         fetch = other.mesh.begin(one.me, "piece")
         until(lambda: grant.call_count == 2)  # on the next link
     (line,) = one.lines
