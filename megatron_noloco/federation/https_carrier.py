@@ -277,12 +277,13 @@ class HttpsCarrier(Carrier):
 
     def _wish(self, fetch: Fetch) -> None:
         """Have a piece asked for, or not any more."""
-        asked = self._links.asked[fetch.giver]
+        if (peer := self._links.peer_of(fetch.giver)) is None:
+            return
         if fetch.outcome is None:
-            asked[fetch.number] = fetch
+            peer.asked[fetch.number] = fetch
         else:
-            asked.pop(fetch.number, None)
-        if (peer := self._links.peer_of(fetch.giver)) is not None and peer.link is not None:
+            peer.asked.pop(fetch.number, None)
+        if peer.link is not None:
             peer.link.wake.set()
             self._open_streams(peer.link)
 
