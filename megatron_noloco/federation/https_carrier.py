@@ -277,12 +277,13 @@ class HttpsCarrier(Carrier):
 
     def _wish(self, fetch: Fetch) -> None:
         """Have a piece asked for, or not any more."""
-        asked = self._links.asked[fetch.giver]
+        if (peer := self._links.peer_of(fetch.giver)) is None:
+            return
         if fetch.outcome is None:
-            asked[fetch.number] = fetch
+            peer.asked[fetch.number] = fetch
         else:
-            asked.pop(fetch.number, None)
-        if (peer := self._links.peer_of(fetch.giver)) is not None and peer.link is not None:
+            peer.asked.pop(fetch.number, None)
+        if peer.link is not None:
             peer.link.wake.set()
             self._open_streams(peer.link)
 
@@ -296,22 +297,31 @@ class HttpsCarrier(Carrier):
         for _ in range(link.transfers.streams() - len(link.streams)):
             task = self._spawn(self._stream(link))
             link.streams.add(task)
-            task.add_done_callback(link.streams.discard)
+            task.add_done_callback(partial(self._stream_over, link))
+
+    def _stream_over(self, link: Link, task: _Task) -> None:
+        link.streams.discard(task)
+        self._open_streams(link)  # a piece may have been wished while it ended
 
     async def _stream(self, link: Link) -> None:
-        """Carry large pieces of a link."""
+        """Carry large pieces of a link, until there was nothing to carry for long; an error ends the link."""
         peer, transfers = link.peer, link.transfers
         assert peer is not None
-        is_open = asyncio.Event()
+        is_open = asyncio.Event()  # it was answered, and may have more to say
 
         async def texts() -> AsyncIterator[bytes]:
             async for text in transfers.texts(lambda: link.is_over, _IDLE_SECONDS):
                 yield text
                 await is_open.wait()
+            is_open.clear()
 
         try:
             async with self._opened("stream", peer.slot, peer.address, texts()) as answer:
                 is_open.set()
                 await self._hear(link, lines_of(answer.content, None), answer.content)
-        except CONNECTION_ERRORS:
+            if is_open.is_set():
+                raise ConnectionError("the other side has ended it")
+        except Exception as error:
             link.end()
+            if not isinstance(error, CONNECTION_ERRORS):
+                raise

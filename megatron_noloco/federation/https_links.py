@@ -22,7 +22,6 @@ import json
 import math
 import random
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -67,7 +66,7 @@ class Link:
         told: members of whose links it was told; None: of none yet.
         has_told: whether it has told of its links.
         transfers: the pieces that pass over it; only where there is a peer.
-        streams: tasks that carry large pieces.
+        streams: tasks that carry large pieces; they end with it.
         wake: set when there may be something to send.
     """
 
@@ -90,8 +89,8 @@ class Link:
         self.wake.set()
         if self.peer is not None:
             self.transfers.end()
-        if self.task is not None:
-            for task in (*self.streams, self.task):
+        for task in (*self.streams, self.task):
+            if task is not None:
                 task.cancel()
 
 
@@ -100,6 +99,7 @@ class Neighbour:
 
     Attributes:
         ends: Unix time after which its certificate is not good.
+        asked: what this member wants of it, by the number of the fetch.
         link: None: there is none.
         unlinked: since when there is no link; when it became known, if there was none.
         grace: seconds after that in which it counts as linked.
@@ -113,6 +113,7 @@ class Neighbour:
 
     def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
         self.member, self.slot, self.ends = signed.member, signed.member.slot, ends
+        self.asked = dict[int, Fetch]()
         self.link: Link | None = None
         self.unlinked, self.grace = time.monotonic(), 0.0
         self.linked = set[Member]()
@@ -163,14 +164,12 @@ class Links:
     """The members as one of them meets them; used by one thread, but for the snapshots.
 
     Attributes:
-        asked: what this member wants of each other one, by the number of the fetch.
         peers: the latest process of each other slot.
         present, reachable: snapshots for other threads: each change replaces them.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.statuses = mesh, mesh.statuses
-        self.asked = defaultdict[Member, dict[int, Fetch]](dict)
         self.peers = dict[int, Neighbour]()
         self.present = self.reachable = self._linked = frozenset[Member]()
 
@@ -232,7 +231,7 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        link.transfers = Transfers(self.mesh, peer.member, self.asked[peer.member], link.wake)
+        link.transfers = Transfers(self.mesh, peer.member, peer.asked, link.wake)
         peer.tries, peer.pauses = 0, pauses()
         link.others.update(self.peers)
         link.wake.set()

@@ -16,7 +16,6 @@ next link.
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -44,26 +43,29 @@ _PART_BYTES = 2**16
 _MOST_UNWISHED = 16  # pieces that are kept
 _AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
 
+_Queue = dict[int | str, Iterator[bytes]]  # what to send, by number or name
+
 
 class Transfers:
     """The pieces that pass over a link; used by the thread of the links.
 
     Args:
         member: the other side.
-        asked: what this member wants of the other, by the number of the fetch.
+        asked: what this member wants of the other, by the number of the fetch; what has an outcome is removed.
         wake: has the lines of the link written.
 
     Attributes:
         has_large: set when there may be something to send on a stream, or a stream is to end.
     """
 
-    def __init__(self, mesh: Mesh, member: Member, asked: Mapping[int, Fetch], wake: asyncio.Event) -> None:
+    def __init__(self, mesh: Mesh, member: Member, asked: dict[int, Fetch], wake: asyncio.Event) -> None:
         self._mesh, self._member, self._asked, self._wake = mesh, member, asked, wake
         self._told = set[int]()
-        self._coming = dict[int | str, tuple[memoryview, set[int]]]()  # and where missing parts begin
+        # Pieces that are coming; whether a missing part, by where it begins, is under way
+        self._coming = dict[int | str, tuple[memoryview, dict[int, bool]]]()
         self._unwished = dict[str, memoryview]()  # pieces that have come, by name
         self._granting = dict[int, tuple[asyncio.Future[Piece], bool]]()  # and whether it is large
-        self._small, self._large = deque[Iterator[bytes]](), deque[Iterator[bytes]]()
+        self._small, self._large = _Queue(), _Queue()
         self.has_large = asyncio.Event()
 
     def end(self) -> None:
@@ -82,14 +84,14 @@ class Transfers:
 
     def lines(self) -> Iterator[bytes]:
         """Yield what is new of the own wishes, and the next part of a small piece."""
+        for fetch in [fetch for fetch in self._asked.values() if fetch.name in self._unwished]:
+            del self._asked[fetch.number]
+            self._mesh.receive(self._member, fetch.name, self._unwished.pop(fetch.name))
         asked = dict(islice(self._asked.items(), MOST_WISHES))
         if gone := self._told - asked.keys():
             self._told -= gone
             self._coming = {number: coming for number, coming in self._coming.items() if number not in gone}
             yield _line({"unwish": list(gone)})
-        for fetch in [fetch for fetch in asked.values() if fetch.name in self._unwished]:
-            self._mesh.receive(self._member, fetch.name, self._unwished.pop(fetch.name))
-            del asked[fetch.number]
         if new := asked.keys() - self._told:
             self._told |= new
             wishes = {
@@ -120,17 +122,15 @@ class Transfers:
     def send(self, name: str, piece: Piece) -> None:
         """Send a piece that the other side has not wished for yet, if it is small."""
         if piece.size <= BULK_BYTES:
-            self._push(self._parts(name, piece))
+            self._push(name, self._parts(name, piece))
 
-    def _push(self, parts: Iterator[bytes], is_large: bool = False) -> None:
-        (self._large if is_large else self._small).append(parts)
+    def _push(self, key: int | str, parts: Iterator[bytes], is_large: bool = False) -> None:
+        (self._large if is_large else self._small)[key] = parts
         (self.has_large if is_large else self._wake).set()
 
     def _parts(self, key: int | str, piece: Piece) -> Iterator[bytes]:
-        """Yield a piece; less of it where it is withdrawn, or not wished any more."""
+        """Yield a piece; less of it where it is withdrawn."""
         for start in range(0, max(1, piece.size), _PART_BYTES):
-            if isinstance(key, int) and key not in self._granting:
-                return
             try:
                 content = piece.read(start, start + _PART_BYTES)
             except RefusedError as error:
@@ -156,12 +156,14 @@ class Transfers:
         elif "refused" in line:
             self._told.discard(line["refused"])
             self._coming.pop(line["refused"], None)
-            if (fetch := self._asked.get(line["refused"])) is not None:
+            if (fetch := self._asked.pop(line["refused"], None)) is not None:
                 self._mesh.refuse(self._member, fetch.name, str(line["why"]))
         elif "unwish" in line:
             for number in line["unwish"]:
                 if (granting := self._granting.pop(number, None)) is not None:
                     granting[0].cancel()
+                    self._small.pop(number, None)
+                    self._large.pop(number, None)
         elif "wish" in line:
             for number, (name, is_large) in line["wish"].items():
                 if not is_name(name) or len(self._granting) >= MOST_WISHES:
@@ -175,10 +177,12 @@ class Transfers:
         if not 0 <= at <= size <= (BULK_BYTES if isinstance(key, str) else MOST_PIECE_BYTES):
             raise ValueError("too large a piece")
         if key not in self._coming and (key in self._told or is_name(key)):
-            self._coming[key] = numpy.empty(size, numpy.uint8).data, {*range(0, max(1, size), _PART_BYTES)}
-        blob, missing = self._coming.get(key, (None, {at}))  # None: it is not wished any more
-        if blob is not None and (size != len(blob) or at not in missing):
-            raise ValueError("another size than before, or a part that has come")
+            missing = dict.fromkeys(range(0, max(1, size), _PART_BYTES), False)
+            self._coming[key] = numpy.empty(size, numpy.uint8).data, missing
+        blob, missing = self._coming.get(key, (None, {at: False}))  # None: it is not wished any more
+        if (blob is not None and size != len(blob)) or missing.get(at, True):
+            raise ValueError("another size than before, or a part that has come, or is coming")
+        missing[at] = True
         start, stop, loop = at, min(at + _PART_BYTES, size), asyncio.get_running_loop()
         async with asyncio.timeout(PATIENCE_SECONDS) as limit:
             while at < stop:
@@ -189,7 +193,7 @@ class Transfers:
                 at += len(part)
                 self._mesh.note_bytes(self._member)
                 limit.reschedule(loop.time() + PATIENCE_SECONDS)
-        missing.discard(start)
+        del missing[start]
         if not missing and key in self._coming:
             self._take(key, self._coming.pop(key)[0])
 
@@ -201,7 +205,7 @@ class Transfers:
             self._wake.set()  # it may be wished by now
         else:
             self._told.discard(key)
-            if (fetch := self._asked.get(key)) is not None:
+            if (fetch := self._asked.pop(key, None)) is not None:
                 self._mesh.receive(self._member, fetch.name, blob)
 
     def _grant(
@@ -219,17 +223,18 @@ class Transfers:
         if wish.cancelled():  # there are too many, or the other side was away
             asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._grant, number, name, is_large, wish)
         elif (error := wish.exception()) is not None:
-            self._push(self._refusal(number, error))
+            self._push(number, self._refusal(number, error))
         else:
-            self._push(self._parts(number, wish.result()), is_large)
+            self._push(number, self._parts(number, wish.result()), is_large)
 
 
-def _part(queue: deque[Iterator[bytes]]) -> bytes | None:
+def _part(queue: _Queue) -> bytes | None:
     """Return the next part of the first piece; None: there is none."""
     while queue:
-        if (part := next(queue[0], None)) is not None:
+        key, parts = next(iter(queue.items()))
+        if (part := next(parts, None)) is not None:
             return part
-        queue.popleft()
+        del queue[key]
     return None
 
 

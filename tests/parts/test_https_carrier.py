@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from megatron_noloco.federation import (
     https_client,
     https_links,
     https_server,
-    https_transfers,
     mesh,
 )
 from megatron_noloco.federation.https_answers import Answers
 from megatron_noloco.federation.https_carrier import HttpsCarrier
-from megatron_noloco.federation.https_transfers import is_name
+from megatron_noloco.federation.https_transfers import Transfers, is_name
 from megatron_noloco.federation.keys import Identity, Keys, host_name
 from megatron_noloco.federation.mesh import Member, Mesh, StalledError
 from megatron_noloco.federation.statuses import PeerStatus, SignedStatus, Statuses
@@ -199,6 +198,55 @@ def test_streams_that_were_idle_end_and_open_again(world: World, monkeypatch: py
         links = [a.carrier._links.peers[b.me.slot].link for a, b in ((one, other), (other, one))]
         until(lambda links=links: not any(link.streams for link in links))  # type: ignore[misc]
         assert not any(link.is_over for link in links)
+
+
+def test_a_piece_that_is_wished_while_an_idle_stream_ends_comes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(https_carrier, "_IDLE_SECONDS", 0.2)
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    one.mesh.offer("late", content := os.urandom(2**20))
+    texts, fetches = Transfers.texts, list[mesh.Fetch]()
+
+    async def wishes(
+        transfers: Transfers, is_over: Callable[[], bool], idle_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
+        async for text in texts(transfers, is_over, idle_seconds):
+            yield text
+        if idle_seconds is not None and not fetches:
+            fetches.append(other.mesh.begin(one.me, "late", is_large=True))
+
+    monkeypatch.setattr(Transfers, "texts", wishes)
+    exchange(one, other, "piece", 2**20, is_large=True)
+    until(lambda: fetches)
+    assert other.result(fetches[0]) == content
+
+
+def test_streams_end_with_their_link_though_the_other_side_keeps_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    texts = Transfers.texts
+
+    async def keeps(
+        transfers: Transfers, is_over: Callable[[], bool], idle_seconds: float | None = None
+    ) -> AsyncIterator[bytes]:
+        async for text in texts(transfers, is_over, idle_seconds):
+            yield text
+        if idle_seconds is None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(Transfers, "texts", keeps)
+    exchange(one, other, "piece", 2**20, is_large=True)
+    theirs, link = one.carrier._links.peers[1].link, other.carrier._links.peers[0].link
+    streams = {*link.streams}
+    one.carrier._soon(theirs.end)
+    assert streams
+    until(lambda: all(stream.done() for stream in streams))
 
 
 def test_a_piece_that_has_come_is_sent_once(world: World) -> None:
@@ -800,7 +848,7 @@ def test_a_member_speaks_for_itself_only(world: World) -> None:
         {"wish": {"1": ["a"]}},
         {"wish": {"1": ["\n", True]}},
         {"wish": {str(number): ["a", True] for number in range(257)}},
-        {"unwish": {"x": 1}},
+        {"unwish": [[]]},
         {"piece": 1},
         {"piece": "a", "size": 5, "at": 3},
         {"piece": 1, "size": math.inf, "at": 0},
@@ -818,8 +866,7 @@ def test_a_malformed_line_ends_its_link_only(world: World, line: Any) -> None:
         rogue.write(opened, json.dumps(line).encode())
         while reads.readline():
             pass
-    until(lambda: one.sees(other))
-    assert other.sees(one)
+    until(lambda: one.sees(other) and other.sees(one))
 
 
 def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -828,7 +875,7 @@ def test_a_fault_in_a_request_ends_no_job(world: World, monkeypatch: pytest.Monk
     world.meet()
     grant = Mock(side_effect=[ZeroDivisionError, None])
     with monkeypatch.context() as patch:
-        patch.setattr(https_transfers.Transfers, "_grant", grant)
+        patch.setattr(Transfers, "_grant", grant)
         fetch = other.mesh.begin(one.me, "piece")
         until(lambda: grant.call_count == 2)  # on the next link
     (line,) = one.lines
@@ -913,6 +960,53 @@ def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest
         rogue.write(opened, json.dumps({"wish": wishes}).encode())
         assert other.mesh.fetch(one.me, "large", LONG) == bytes(2**25)
         until(lambda: not any(connection.slot == 3 for connection in one.carrier._server.connections))
+
+
+def test_wishes_that_are_taken_back_leave_nothing(world: World) -> None:
+    one = world.add(0)
+    one.mesh.offer("large", bytes(2**20))
+    lines = [{"wish": {"1": ["large", True]}}, *[{}] * 9, {"unwish": [1]}] * 100
+    rogue = Rogue(world, 3)
+    with rogue.link(one) as (opened, _):
+        lines.append({"wish": {"2": ["absent", True]}})
+        rogue.write(opened, b"\n".join(json.dumps(line).encode() for line in lines))
+        until(lambda: one.mesh.offers.takers("absent"))
+        link = one.carrier._links.peers[3].link
+        assert link is not None
+        assert not link.transfers._large
+
+
+def test_a_part_does_not_come_on_two_streams_at_once(world: World) -> None:
+    """The one that is late would change a piece that has been taken, and checked."""
+    one = world.add(0)
+    rogue = Rogue(world, 3)
+    with rogue.link(one) as (_, reads), rogue.stream(one) as late, rogue.stream(one) as stream:
+        until(lambda: one.mesh.reaches(rogue.me))
+        fetch = one.mesh.begin(rogue.me, "name", is_large=True)
+        while b'"wish"' not in reads.readline():
+            pass
+        part = {"piece": fetch.number, "size": 2**16 + 1}
+        first, last = (json.dumps(part | {"at": at}).encode() + b"\n" for at in (0, 2**16))
+        rogue.write(late, first + bytes(100))
+        link = one.carrier._links.peers[3].link
+        assert link is not None
+        until(lambda: link.transfers._coming)
+        rogue.write(stream, first + bytes(2**16) + last)
+        while reads.readline():  # the link ends
+            pass
+    assert fetch.outcome is None
+
+
+def test_what_has_come_or_was_refused_is_not_wished_again() -> None:
+    """Also before the thread of the links has heard that it is over."""
+    fetches = [mesh.Fetch(Member(1, 1), name, False, False) for name in ("a", "b")]
+    asked = {fetch.number: fetch for fetch in fetches}
+    transfers = Transfers(Mock(), Member(1, 1), asked, Mock())
+    (wish,) = transfers.lines()
+    came, refused = json.loads(wish)["wish"]
+    asyncio.run(transfers.hear({"piece": int(came), "size": 0, "at": 0}, Mock()))
+    asyncio.run(transfers.hear({"refused": int(refused), "why": ""}, Mock()))
+    assert not [*transfers.lines()]
 
 
 # Visitors
