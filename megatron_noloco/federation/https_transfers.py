@@ -136,9 +136,10 @@ class Transfers:
             except RefusedError as error:
                 yield from self._refusal(key, error)
                 return
+            if start + _PART_BYTES >= piece.size:
+                self._granting.pop(key, None)  # type: ignore[arg-type]
             yield _line({"piece": key, "size": piece.size, "at": start}) + content
             self._mesh.note_bytes(self._member)
-        self._granting.pop(key, None)  # type: ignore[arg-type]
 
     def _refusal(self, key: int | str, error: BaseException) -> Iterator[bytes]:
         self._granting.pop(key, None)  # type: ignore[arg-type]

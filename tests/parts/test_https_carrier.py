@@ -1009,6 +1009,23 @@ def test_what_has_come_or_was_refused_is_not_wished_again() -> None:
     assert not [*transfers.lines()]
 
 
+def test_a_taker_that_has_a_piece_may_wish_for_another() -> None:
+    """It has its last part before the giver looks for what is to be sent next."""
+
+    async def body() -> None:
+        offers = mesh.Offers(Mock())
+        offers.offer("a", mesh.Piece(b"content", None))
+        transfers = Transfers(Mock(offers=offers), Member(1, 1), {}, Mock())
+        wishes = {str(number): [f"{number}", False] for number in range(1, mesh.MOST_WISHES)}
+        await transfers.hear({"wish": {"0": ["a", False]} | wishes}, Mock())
+        await asyncio.sleep(0.1)
+        (part,) = transfers.lines()
+        assert b"content" in part
+        await transfers.hear({"wish": {"1000": ["b", False]}}, Mock())
+
+    asyncio.run(body())
+
+
 # Visitors
 
 
