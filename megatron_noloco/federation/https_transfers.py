@@ -111,6 +111,7 @@ class Transfers:
             self.has_large.clear()
             if part := _part(self._large):
                 yield part
+                await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
                 continue
             try:
                 async with asyncio.timeout(idle_seconds):

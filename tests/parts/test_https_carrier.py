@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_noloco.federation import (
+    https_answers,
     https_carrier,
     https_client,
     https_links,
@@ -372,6 +373,30 @@ def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCap
                 cut.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
                 cut.close()
                 time.sleep(0.2)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_writes_end_when_the_other_side_cuts_what_it_was_dialled_on(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    other.mesh.offer("large", bytes(2**26))
+
+    def cut() -> None:
+        for connection in [*one.carrier._server.connections]:
+            connection.transport.abort()
+
+    for is_large in (False, True):
+        for _ in range(3):
+            until(lambda: one.mesh.reaches(other.me))
+            fetch = one.mesh.begin(other.me, "large", is_large=is_large)
+            one.mesh.moved.clear()
+            until(lambda: one.mesh.moved or fetch.outcome)  # noqa: B023
+            one.carrier._soon(cut)
+            time.sleep(0.2)
+            one.mesh.cancel(fetch)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -949,7 +974,7 @@ def test_floods_of_wishes_and_connections_are_limited(world: World, monkeypatch:
 
 
 def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(https_server, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(https_answers, "PATIENCE_SECONDS", 1.0)
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
