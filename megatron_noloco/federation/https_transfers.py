@@ -9,9 +9,9 @@
 | {"refused": NUMBER, "why": TEXT} | a wish is never granted |
 
 Small pieces pass on the link itself, between its lines. Large ones pass on *streams*: connections of the link for
-pieces alone, so that nothing waits for them. Each stream takes the next part of the first piece that is not sent,
-so a slow one holds nothing up. A link and its streams end together; what is still wished is said again on the
-next link.
+pieces alone, so that nothing waits for them. The parts of a piece pass on any of them: each stream takes the next
+part when it has sent one, so a slow one holds nothing up. A link and its streams end together; what is still
+wished is said again on the next link.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from megatron_noloco.federation.mesh import (
 )
 
 MOST_STREAMS = 8  # of a link: where packets are lost, each connection is slow
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # for a line that is
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # of what a line holds
 _PART_BYTES = 2**16
-_MOST_UNWISHED = 16  # pieces that are kept
+_MOST_UNWISHED = 16  # pieces that are kept before they are wished
 _AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
 
 _Queue = dict[int | str, Iterator[bytes]]  # what to send, by number or name
