@@ -225,7 +225,7 @@ def test_a_piece_that_is_wished_while_an_idle_stream_ends_comes(
     assert other.result(fetches[0]) == content
 
 
-def test_streams_end_with_their_link_though_the_other_side_keeps_them(
+def test_streams_end_with_their_link_whatever_the_other_does(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = world.add(0)
@@ -376,9 +376,7 @@ def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCap
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_writes_end_when_the_other_side_cuts_what_it_was_dialled_on(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_writes_end_when_who_was_dialled_cuts(world: World, caplog: pytest.LogCaptureFixture) -> None:
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
