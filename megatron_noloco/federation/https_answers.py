@@ -17,10 +17,10 @@ from megatron_noloco.federation.https_client import (
     lines_of,
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
-from megatron_noloco.federation.https_server import Connection, send
+from megatron_noloco.federation.https_server import Connection
 from megatron_noloco.federation.https_transfers import MOST_STREAMS
 from megatron_noloco.federation.keys import VISITOR
-from megatron_noloco.federation.mesh import Member
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Member
 from megatron_noloco.federation.statuses import SignedStatus
 
 Hear = Callable[[Link, AsyncIterator[Mapping[str, Any]], StreamReader], Coroutine[Any, Any, None]]
@@ -156,7 +156,8 @@ async def _answer(request: web.BaseRequest, texts: AsyncIterator[bytes]) -> web.
     answer.enable_chunked_encoding()
     await answer.prepare(request)
     async for text in texts:
-        await send(text, answer.write)
+        async with asyncio.timeout(PATIENCE_SECONDS):  # nobody reads
+            await answer.write(text)
     return answer
 
 

@@ -274,6 +274,7 @@ class Links:
                 due = time.monotonic() + PULSE_SECONDS
             if text:
                 yield text
+                await asyncio.sleep(0)  # as `Transfers.texts`
             with suppress(TimeoutError):
                 async with asyncio.timeout(due - time.monotonic()):
                     await link.wake.wait()

@@ -191,10 +191,3 @@ class Server:
             read_bufsize=READ_BYTES,
             auto_decompress=False,
         )
-
-
-async def send(text: bytes, write: Callable[[bytes], Awaitable[object]]) -> None:
-    """Write to a connection. Raises TimeoutError when nobody reads."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await write(text)
-        await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so

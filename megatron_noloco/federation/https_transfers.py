@@ -9,9 +9,9 @@
 | {"refused": NUMBER, "why": TEXT} | a wish is never granted |
 
 Small pieces pass on the link itself, between its lines. Large ones pass on *streams*: connections of the link for
-pieces alone, so that nothing waits for them. Each stream takes the next part of the first piece that is not sent,
-so a slow one holds nothing up. A link and its streams end together; what is still wished is said again on the
-next link.
+pieces alone, so that nothing waits for them. The parts of a piece pass on any of them: each stream takes the next
+part when it has sent one, so a slow one holds nothing up. A link and its streams end together; what is still
+wished is said again on the next link.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from megatron_noloco.federation.mesh import (
 )
 
 MOST_STREAMS = 8  # of a link: where packets are lost, each connection is slow
-MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # for a line that is
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # of what a line holds
 _PART_BYTES = 2**16
-_MOST_UNWISHED = 16  # pieces that are kept
+_MOST_UNWISHED = 16  # pieces that are kept before they are wished
 _AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
 
 _Queue = dict[int | str, Iterator[bytes]]  # what to send, by number or name
@@ -111,6 +111,7 @@ class Transfers:
             self.has_large.clear()
             if part := _part(self._large):
                 yield part
+                await asyncio.sleep(0)  # asyncio drops what is written after an error, and only later says so
                 continue
             try:
                 async with asyncio.timeout(idle_seconds):
@@ -136,9 +137,10 @@ class Transfers:
             except RefusedError as error:
                 yield from self._refusal(key, error)
                 return
+            if start + _PART_BYTES >= piece.size:
+                self._granting.pop(key, None)  # type: ignore[arg-type]
             yield _line({"piece": key, "size": piece.size, "at": start}) + content
             self._mesh.note_bytes(self._member)
-        self._granting.pop(key, None)  # type: ignore[arg-type]
 
     def _refusal(self, key: int | str, error: BaseException) -> Iterator[bytes]:
         self._granting.pop(key, None)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_noloco.federation import (
+    https_answers,
     https_carrier,
     https_client,
     https_links,
@@ -224,7 +225,7 @@ def test_a_piece_that_is_wished_while_an_idle_stream_ends_comes(
     assert other.result(fetches[0]) == content
 
 
-def test_streams_end_with_their_link_though_the_other_side_keeps_them(
+def test_streams_end_with_their_link_whatever_the_other_does(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = world.add(0)
@@ -372,6 +373,28 @@ def test_writes_end_when_a_connection_is_cut(world: World, caplog: pytest.LogCap
                 cut.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
                 cut.close()
                 time.sleep(0.2)
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_writes_end_when_who_was_dialled_cuts(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    one = world.add(0)
+    other = world.add(1, [one])
+    world.meet()
+    other.mesh.offer("large", bytes(2**26))
+
+    def cut() -> None:
+        for connection in [*one.carrier._server.connections]:
+            connection.transport.abort()
+
+    for is_large in (False, True):
+        for _ in range(3):
+            until(lambda: one.mesh.reaches(other.me))
+            fetch = one.mesh.begin(other.me, "large", is_large=is_large)
+            one.mesh.moved.clear()
+            until(lambda: one.mesh.moved or fetch.outcome)  # noqa: B023
+            one.carrier._soon(cut)
+            time.sleep(0.2)
+            one.mesh.cancel(fetch)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
@@ -949,7 +972,7 @@ def test_floods_of_wishes_and_connections_are_limited(world: World, monkeypatch:
 
 
 def test_a_taker_that_stops_reading_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(https_server, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(https_answers, "PATIENCE_SECONDS", 1.0)
     one = world.add(0)
     other = world.add(1, [one])
     world.meet()
@@ -1007,6 +1030,23 @@ def test_what_has_come_or_was_refused_is_not_wished_again() -> None:
     asyncio.run(transfers.hear({"piece": int(came), "size": 0, "at": 0}, Mock()))
     asyncio.run(transfers.hear({"refused": int(refused), "why": ""}, Mock()))
     assert not [*transfers.lines()]
+
+
+def test_a_taker_that_has_a_piece_may_wish_for_another() -> None:
+    """It has its last part before the giver looks for what is to be sent next."""
+
+    async def body() -> None:
+        offers = mesh.Offers(Mock())
+        offers.offer("a", mesh.Piece(b"content", None))
+        transfers = Transfers(Mock(offers=offers), Member(1, 1), {}, Mock())
+        wishes = {str(number): [f"{number}", False] for number in range(1, mesh.MOST_WISHES)}
+        await transfers.hear({"wish": {"0": ["a", False]} | wishes}, Mock())
+        await asyncio.sleep(0.1)
+        (part,) = transfers.lines()
+        assert b"content" in part
+        await transfers.hear({"wish": {"1000": ["b", False]}}, Mock())
+
+    asyncio.run(body())
 
 
 # Visitors
