@@ -18,7 +18,7 @@ from megatron_noloco.federation.https_client import (
 )
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
 from megatron_noloco.federation.https_server import Connection
-from megatron_noloco.federation.https_transfers import MOST_STREAMS
+from megatron_noloco.federation.https_transfers import MOST_STREAMS, json_line
 from megatron_noloco.federation.keys import VISITOR
 from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Member
 from megatron_noloco.federation.statuses import SignedStatus
@@ -94,7 +94,7 @@ class Answers:
         if own is None:
             return _refusal(503, "not ready yet")
         lines = [signed.line for signed in (own, *self._mesh.statuses.newest())]
-        return web.Response(body=b"".join([*lines, json.dumps({"present": present}).encode(), b"\n"]))
+        return web.Response(body=b"".join([*lines, json_line({"present": present})]))
 
     async def _link(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
         """Hold a link that another member opens, until either side ends it."""

@@ -265,7 +265,8 @@ class HttpsCarrier(Carrier):
             link.heard = time.monotonic()
             try:
                 if await link.transfers.hear(line, content):
-                    self._open_streams(link)
+                    if "wish" in line:
+                        self._open_streams(link)
                     continue
                 self._links.hear(link, line)
             except MALFORMED:

@@ -238,6 +238,8 @@ async def lines_of(
         try:
             async with asyncio.timeout(seconds):
                 line = await content.readline()
+            if len(line) > MOST_SIGNED_BYTES:
+                raise ValueError
         except (ValueError, HttpProcessingError):
             raise ConnectionError("a line is too long") from None
         if not line:

@@ -18,7 +18,6 @@ has none, and else after the lease.
 """
 
 import asyncio
-import json
 import math
 import random
 import time
@@ -27,7 +26,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from megatron_noloco.federation.https_transfers import Transfers
+from megatron_noloco.federation.https_transfers import Transfers, json_line
 from megatron_noloco.federation.mesh import Fetch, Member, Mesh
 from megatron_noloco.federation.statuses import SignedStatus
 from megatron_noloco.settings import MOST_SLOTS
@@ -270,7 +269,7 @@ class Links:
             link.wake.clear()
             text = b"".join(self._lines_for(link))
             if time.monotonic() >= due:
-                text += b"".join(self._lines_on_others(link)) or _line({})
+                text += b"".join(self._lines_on_others(link)) or json_line({})
                 due = time.monotonic() + PULSE_SECONDS
             if text:
                 yield text
@@ -289,7 +288,9 @@ class Links:
             return
         if link.told is None:
             peers = self.peers.values()
-            yield _line({"known": {one.slot: [one.member.incarnation, one.signed.number] for one in peers}})
+            yield json_line(
+                {"known": {one.slot: [one.member.incarnation, one.signed.number] for one in peers}}
+            )
         if link.told is None or not self._linked >= link.told:
             yield self._line_on_links(link)
         yield from link.transfers.lines()
@@ -310,7 +311,7 @@ class Links:
 
     def _line_on_links(self, link: Link) -> bytes:
         changed, link.told = self._linked ^ (link.told or frozenset()), self._linked
-        return _line({"linked": {str(member): member in self._linked for member in changed}})
+        return json_line({"linked": {str(member): member in self._linked for member in changed}})
 
     def hear(self, link: Link, line: Mapping[str, Any]) -> None:
         """Take a line on statuses and links. Raises `MALFORMED`."""
@@ -338,7 +339,3 @@ class Links:
 def _is_later(one: Member, other: Member) -> bool:
     """Return whether a member was started later than another."""
     return (one.incarnation, one.slot) > (other.incarnation, other.slot)
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"

@@ -64,7 +64,7 @@ class Transfers:
         # Pieces that are coming; whether a missing part, by where it begins, is under way
         self._coming = dict[int | str, tuple[memoryview, dict[int, bool]]]()
         self._unwished = dict[str, memoryview]()  # pieces that have come, by name
-        self._granting = dict[int, tuple[asyncio.Future[Piece], bool]]()  # and whether it is large
+        self._granting = dict[int | str, tuple[asyncio.Future[Piece], bool]]()  # and whether it is large
         self._small, self._large = _Queue(), _Queue()
         self.has_large = asyncio.Event()
 
@@ -91,13 +91,13 @@ class Transfers:
         if gone := self._told - asked.keys():
             self._told -= gone
             self._coming = {number: coming for number, coming in self._coming.items() if number not in gone}
-            yield _line({"unwish": list(gone)})
+            yield json_line({"unwish": list(gone)})
         if new := asked.keys() - self._told:
             self._told |= new
             wishes = {
                 number: [fetch.name, fetch.is_large] for number, fetch in asked.items() if number in new
             }
-            yield _line({"wish": wishes})
+            yield json_line({"wish": wishes})
         if part := _part(self._small):
             self._wake.set()  # there may be more
             yield part
@@ -106,7 +106,7 @@ class Transfers:
         self, is_over: Callable[[], bool], idle_seconds: float | None = None
     ) -> AsyncIterator[bytes]:
         """Yield what to write to a stream, until it is over, or idle for so many seconds."""
-        yield _line({})  # aiohttp sends the head of a request or an answer with its first bytes
+        yield json_line({})  # aiohttp sends the head of a request or an answer with its first bytes
         while not is_over():
             self.has_large.clear()
             if part := _part(self._large):
@@ -138,13 +138,13 @@ class Transfers:
                 yield from self._refusal(key, error)
                 return
             if start + _PART_BYTES >= piece.size:
-                self._granting.pop(key, None)  # type: ignore[arg-type]
-            yield _line({"piece": key, "size": piece.size, "at": start}) + content
+                self._granting.pop(key, None)
+            yield json_line({"piece": key, "size": piece.size, "at": start}) + content
             self._mesh.note_bytes(self._member)
 
     def _refusal(self, key: int | str, error: BaseException) -> Iterator[bytes]:
-        self._granting.pop(key, None)  # type: ignore[arg-type]
-        yield _line({"refused": key, "why": str(error)})
+        self._granting.pop(key, None)
+        yield json_line({"refused": key, "why": str(error)})
 
     # What is read
 
@@ -245,5 +245,6 @@ def is_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable()
 
 
-def _line(content: dict[str, Any]) -> bytes:
+def json_line(content: dict[str, Any]) -> bytes:
+    """Return an object as a line of JSON."""
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"

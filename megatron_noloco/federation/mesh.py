@@ -186,7 +186,7 @@ class Fetch:
     Attributes:
         outcome: what has come; None: nothing yet.
         carrier: that was asked last; None: none was yet.
-        is_sent: whether the giver sends it unasked, where its carrier can: in a folder.
+        is_sent: whether the giver sends it unasked, so that a folder's carrier waits before it asks.
         is_large: whether it may wait for other large pieces of the giver; over HTTPS it passes beside the link.
         number: of no other fetch of this process.
     """
