@@ -70,6 +70,11 @@ class ChatTemplate:
         except Exception as error:  # templates raise anything for messages that they do not expect
             raise UserError(f"the chat template refuses the messages: {outside(line_of(error))}") from None
 
+    @property
+    def final(self) -> str:
+        """The text of EOS, which a template may write after the last message only; "" if there is no EOS."""
+        return self._loaded.eos_token or ""
+
     def _takes_text(self, with_tools: bool) -> bool:
         """Return whether the template takes the arguments of tool calls as JSON text, not as an object."""
         tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
@@ -125,7 +130,7 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
     if not places:
         raise UserError('no message has the role "assistant" and a weight above 0: there is nothing to learn')
     render = partial(template.render, tools=tools)
-    lists = _lists(messages, places, render)
+    lists = _lists(messages, places, render, template.final)
     before = _without_spaces("".join(chain(*lists[-1])).removesuffix(lists[-1][-1].text))
     _check_written("the record", {"tools": tools or []}, before)
     for place, message in enumerate(messages[: places[-1]]):
@@ -198,33 +203,54 @@ def _answer(messages: Messages, place: int, render: Callable[..., str]) -> Answe
     return Answer(before, through[len(before) :])
 
 
-def _lists(messages: Messages, places: list[int], render: Callable[..., str]) -> list[list[Answer]]:
+def _lists(
+    messages: Messages, places: list[int], render: Callable[..., str], final: str
+) -> list[list[Answer]]:
     """Return the answers, in lists of which each continues one text.
 
     Each is rendered after the turn before it only, so the work grows with the messages, not with their square; or
     after all messages where the template writes a turn otherwise if others follow or precede it.
+
+    Args:
+        final: what a template may write after the last message only.
     """
     with suppress(UserError):  # of a turn without those before it
-        lists = _rendered(messages, places, render, turns_apart=True)
+        lists = _rendered(messages, places, render, final, turns_apart=True)
         if len(lists) == 1 and "".join(chain(*lists[0])) == render(messages[: places[-1] + 1]):
             return lists
-    return _rendered(messages, places, render, turns_apart=False)
+    return _rendered(messages, places, render, final, turns_apart=False)
 
 
 def _rendered(
-    messages: Messages, places: list[int], render: Callable[..., str], turns_apart: bool
+    messages: Messages, places: list[int], render: Callable[..., str], final: str, turns_apart: bool
 ) -> list[list[Answer]]:
-    lists = [[_answer(messages, places[0], render)]]
-    for earlier, place in pairwise(places):
+    lists, through = list[list[Answer]](), ""
+    for earlier, place in pairwise([0, *places]):
         turns = (n for n in range(earlier, 0, -1) if turns_apart and messages[n]["role"] == "user")
-        start = next(turns, 0)
-        known = render(messages[start : earlier + 1])
+        if start := next(turns, 0):
+            through = render(messages[start : earlier + 1])
         before, text = _answer(messages[start:], place - start, render)
-        if not before.startswith(known):
+        through_read = _as_read(through, before, messages[earlier]["content"], final)
+        if through_read:
+            asked, answer = lists[-1].pop()
+            lists[-1].append(Answer(asked, answer.removesuffix(through[len(through_read) :])))
+        else:
             lists.append([])
-            known = ""
-        lists[-1].append(Answer(before[len(known) :], text))
+        lists[-1].append(Answer(before[len(through_read) :], text))
+        through = before + text
     return lists
+
+
+def _as_read(through: str, following: str, content: str, final: str) -> str:
+    """Return the text through an answer as the text that follows begins, "" where it begins otherwise.
+
+    It may lack what a template writes at the very end, such as EOS, where the answer has another end.
+    """
+    if following.startswith(through):
+        return through
+    read = through.removesuffix(final)
+    has_end = not read.rstrip().endswith(content.rstrip())
+    return read if has_end and following.startswith(read) else ""
 
 
 def _in_words(place: int, message: dict[str, Any]) -> str:
@@ -262,4 +288,6 @@ def _names(value: Any) -> list[Any]:
 
 
 def _without_spaces(text: str) -> str:
+    for space in " \n\t":  # so that few parts remain, each of which takes 50 bytes
+        text = text.replace(space, "")
     return "".join(text.split())

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_noloco.data.cache import Made
-from megatron_noloco.data.formats import PIECE, Advance, Input, Piece
+from megatron_noloco.data.formats import PIECE, Advance, Input, Piece, cut
 from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ _NOTES = {
 }
 
 _CHARACTERS = 1 << 21  # encoded at once: pieces for 32 cores
+_LONGEST = 1 << 18  # characters of a text of a record that are encoded as a whole
 ROLES = ("system", "user", "assistant", "tool")  # which templates know
 _EXAMPLES = 3  # of characters that are lost
 # Of a small text, in characters: pieces of 4 KB, but 40 of them, so that each split gets some.
@@ -172,6 +173,19 @@ def encode(
             counts["tokens"] += len(sequence)
             counts["documents"] += piece.ends
             yield Sequence(sequence, piece.ends)
+
+
+def encode_each(texts: Iterable[str], tokenizer: Tokenizer, from_template: bool) -> Iterator[np.ndarray]:
+    """Yield the tokens of each text, few texts at a time; one of more than `_LONGEST` characters in pieces."""
+    pieces = (piece for text in texts for piece in cut([text], _LONGEST))
+    tokens = list[np.ndarray]()
+    for group in in_groups(pieces, lambda piece: len(piece.text)):
+        encoded = tokenizer.encode_batch([piece.text for piece in group], from_template)
+        for piece, found in zip(group, encoded, strict=True):
+            tokens.append(found)
+            if piece.ends:
+                yield np.concatenate(tokens)
+                tokens.clear()
 
 
 def in_groups(items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.data.chat import Answer, ChatTemplate, answers_of
-from megatron_noloco.data.encode import ROLES, Counts, in_groups, read_ahead
+from megatron_noloco.data.encode import ROLES, Counts, encode_each, in_groups, read_ahead
 from megatron_noloco.data.formats import Input
 from megatron_noloco.data.indexed import Sequence
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -48,8 +48,9 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
         counts.count_texts(pairs, tokenizer, from_template)
         if from_template and tokenizer.end_of_answer is None:
             counts["endless"] += sum(len(answers) for record in group for answers in record.lists)
-        texts = [text for record in group for answers in record.lists for text in _texts(answers, tokenizer)]
-        encoded = iter(tokenizer.encode_batch(texts, from_template))
+        lists = (answers for record in group for answers in record.lists)
+        parts = chain.from_iterable(_parts(answers, tokenizer, from_template) for answers in lists)
+        encoded = encode_each(parts, tokenizer, from_template)
         for record in group:
             learnt = [
                 sequence
@@ -63,15 +64,17 @@ def encode_records(inputs: Iterable[Input], tokenizer: Tokenizer, counts: Counts
                 yield Sequence(tokens, place == len(learnt), answer)
 
 
-def _texts(answers: list[Answer], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield three texts of each answer, from a special token on: what is known, also before it, also the answer.
+def _parts(answers: list[Answer], tokenizer: Tokenizer, from_template: bool) -> Iterator[str]:
+    """Yield four texts of each answer: what is before the last border and after it, twice, see `split_at_border`.
 
-    So a long conversation is not encoded again for each of its answers.
+    First of the text before the answer, since the last border that is known; then of the rest with the answer. So
+    only what follows a border is encoded again, not a conversation for each of its answers.
     """
     known = ""
     for before, answer in answers:
-        yield from (known, known + before, known + before + answer)
-        known = tokenizer.from_last_border(known + before + answer)
+        asked, rest = tokenizer.split_at_border(known + before, from_template)
+        answered, known = tokenizer.split_at_border(rest + answer, from_template)
+        yield from (asked, rest, answered, known)
 
 
 def _encode(
@@ -87,27 +90,25 @@ def _encode(
     its prompt does not begin with the tokens of the answers before it.
 
     Args:
-        encoded: the tokens of what `_texts` yields of them.
+        encoded: the tokens of what `_parts` yields of them.
     """
     found: list[tuple[np.ndarray, np.ndarray]] = []
-    earlier = whole = tokenizer.encode("")
+    earlier = tokenizer.encode("")
     for answer in answers:
-        known, prompt, whole_before = next(encoded), next(encoded), whole
-        whole = next(encoded)
-        apart = len(whole_before) - len(known)
-        assert np.array_equal(whole_before[apart:], known), "a special token ends what is before it"
-        earlier = np.append(earlier, whole_before[:apart])
-        begin, tokens = _apart(prompt, whole, answer.text, tokenizer, from_template)
-        counts["joined"] += begin is not prompt
+        asked, rest, answered, known = islice(encoded, 4)
+        earlier = np.append(earlier, asked)
+        begin, tokens = _apart(rest, np.append(answered, known), answer.text, tokenizer, from_template)
+        counts["joined"] += begin is not rest
         end = tokenizer.end_of_document  # which a completion may spell out
         if not from_template and tokens[-1:].tolist() != [end]:
-            tokens = np.append(tokens, end)
+            tokens = np.append(tokens, tokens.dtype.type(end))
         before = np.append(earlier, begin)
         learnt = np.repeat([False, True], [len(before), len(tokens)])
         if found and _begins_with(before, found[-1][0]):
             _, learnt_before = found.pop()
             learnt[: len(learnt_before)] = learnt_before
-        found.append((np.append(before, tokens).astype(prompt.dtype), learnt))
+        found.append((np.append(before, tokens), learnt))
+        earlier = np.append(earlier, answered)
     return [_with_beginning(tokens, learnt, tokenizer) for tokens, learnt in found]
 
 

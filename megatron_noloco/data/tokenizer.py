@@ -193,14 +193,14 @@ class Tokenizer:
 
         Alone it is read as an unknown token, or leaves no trace. None is counted for a vocabulary of whole words.
         """
-        numbers = np.bincount(np.frombuffer("".join(texts).encode("utf-32-le"), np.uint32))
-        met = [chr(code) for code in np.flatnonzero(numbers)]
+        met = set[str]().union(*texts)
         new = [character for character in met if character not in self._lost]
         read = zip(new, self.encode_batch(new), self.encode_batch([2 * one for one in new]), strict=True)
         for one, tokens, doubled in read:
             traceless = np.array_equal(tokens, doubled)  # written twice it would change the tokens
             self._lost[one] = not one.isspace() and (traceless or self._unknown in tokens)
-        return Counter({one: int(numbers[ord(one)]) for one in met if self._lost[one] and not self._of_words})
+        lost = {one for one in met if self._lost[one] and not self._of_words}
+        return Counter(one for text in texts for one in text if one in lost) if lost else Counter()
 
     def count_special(self, text: str) -> int:
         """Return how many special tokens `text` spells out."""
@@ -214,13 +214,15 @@ class Tokenizer:
         groups = groupby(longest_first, key=lambda token: token[:1])
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
-    def from_last_border(self, text: str) -> str:
-        """Return a text of a template from its last border on; all of it if there is none.
+    def split_at_border(self, text: str, from_template: bool) -> tuple[str, str]:
+        """Return a text until its last border, and from there on; all of it is the second if there is none.
 
-        A border is a special token, on both sides of which texts are encoded apart wherever it stands.
+        A border is a special token of a template, on both sides of which texts are encoded apart, wherever it is.
         """
-        places = [match.start() for match in self._spelled_out.finditer(text) if match[0] in self._borders]
-        return text[places[-1] :] if places else text
+        tokens = self._spelled_out.finditer(text) if from_template else ()
+        places = [match.start() for match in tokens if match[0] in self._borders]
+        place = places[-1] if places else 0
+        return text[:place], text[place:]
 
     @cached_property
     def _borders(self) -> set[str]:

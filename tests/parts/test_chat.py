@@ -37,6 +37,19 @@ def template_of(folder: Path, text: str) -> ChatTemplate:
     return tokenizer_at(folder).chat_template
 
 
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of messages of each rendering."""
+    found, render = list[int](), ChatTemplate.render
+
+    def counting(template: ChatTemplate, messages: Any, *rest: Any, **options: Any) -> str:
+        found.append(len(messages))
+        return render(template, messages, *rest, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    return found
+
+
 TURNS = [ASKED, ANSWER, {"role": "user", "content": "five"}, {"role": "assistant", "content": " six"}]
 THOUGHT = [
     {**message, "content": f"<think>\nwhy\n</think>\n\n{message['content']}"} for message in TURNS[1::2]
@@ -83,33 +96,66 @@ def test_published_templates_train_or_say_why_not(tmp_path: Path) -> None:
     "file", [file for file in PUBLISHED if file.stem != "deepseek-r1"], ids=lambda file: file.stem
 )
 def test_each_answer_follows_what_generation_reads(file: Path, tmp_path: Path) -> None:
-    """Though turns are rendered apart where a template writes them alike wherever they stand."""
+    """Though turns are rendered apart where a template writes them alike wherever they stand.
+
+    An answer ends as it does before other messages, without an EOS that stands after the last one only.
+    """
     template = template_of(tmp_path, file.read_text())
     messages = [{**message, "content": f"{message['content']} {n}"} for n in range(4) for message in TURNS]
-    found = [*in_full(answers_of(messages, None, template)[0])]
+    found, whole = [*in_full(answers_of(messages, None, template)[0])], template.render(messages)
     assert len(found) == 8
     for place, (before, text) in zip(range(1, len(messages), 2), found, strict=True):
         assert before == template.render(messages[:place], add_generation_prompt=True)
-        assert before + text == template.render(messages[: place + 1])
+        through = template.render(messages[: place + 1])
+        without_eos = through.removesuffix("<end>")
+        lacks_eos = whole.startswith(without_eos) and not whole.startswith(through)
+        assert before + text == (without_eos if lacks_eos else through)
+
+
+@pytest.mark.parametrize(
+    ("template", "lists"),
+    [
+        ("<{{ m.role }}>{{ m.content }}<stop>", 1),
+        ("<{{ m.role }}>{{ m.content }}\n", 4),
+        ("<{{ m.role }}>{{ m.content }}{{ eos_token }}", 1),
+    ],
+)
+def test_each_answer_has_an_end(template: str, lists: int, tmp_path: Path) -> None:
+    """Where EOS after the last message is the only one, each answer is learnt with it, apart from the others."""
+    text = (
+        f"{{% for m in messages %}}{template}{{% endfor %}}"
+        "{{ '<assistant>' if add_generation_prompt else eos_token }}"
+    )
+    found, _ = answers_of(2 * TURNS, None, template_of(tmp_path, text))
+    assert len(found) == lists
+    for answers_of_list in found:
+        *earlier, (_, last) = answers_of_list
+        assert last.endswith("<end>")
+        assert all(answer.endswith(("<stop>", "<end>")) for _, answer in earlier)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in PUBLISHED if file.stem not in ("deepseek-r1", "qwen3")],
+    ids=lambda file: file.stem,
+)
+def test_few_messages_are_rendered(file: Path, tmp_path: Path, rendered: list[int]) -> None:
+    template = template_of(tmp_path, file.read_text())
+    assert len(answers_of(32 * TURNS, None, template)[0]) == 1
+    assert sum(rendered) < 8 * len(32 * TURNS)
 
 
 @pytest.mark.parametrize("turns", [8, 64])
 def test_the_work_grows_with_the_messages(
-    turns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turns: int, tmp_path: Path, rendered: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not with their square: what is rendered, and what is encoded."""
-    rendered, encoded = list[int](), list[int]()
-    render, encode = ChatTemplate.render, Tokenizer.encode_batch
-
-    def counting_render(template: ChatTemplate, messages: Any, *rest: Any, **options: Any) -> str:
-        rendered.append(len(messages))
-        return render(template, messages, *rest, **options)
+    encoded, encode = list[int](), Tokenizer.encode_batch
 
     def counting_encode(tokenizer: Tokenizer, texts: list[str], *rest: Any, **options: Any) -> list[Any]:
         encoded.extend(map(len, texts))
         return encode(tokenizer, texts, *rest, **options)
 
-    monkeypatch.setattr(ChatTemplate, "render", counting_render)
     monkeypatch.setattr(Tokenizer, "encode_batch", counting_encode)
     (record,) = load(tmp_path, TEMPLATE, TURNS * (turns // 2))
     assert sum(rendered) < 8 * 2 * turns

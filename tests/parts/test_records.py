@@ -3,6 +3,8 @@
 import gzip
 import json
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,47 @@ class TestRecords:
     def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
         assert tokenizer_at(tmp_path).end_of_answer is None
+
+
+_PREPARE = """
+import resource, sys
+from megatron_noloco.data.corpus import corpus_of
+from megatron_noloco.data.sources import RecordSource, TextSource
+from tests.kit.tokenizers import tokenizer_at
+tokenizer = tokenizer_at(sys.argv[1])
+if tokenizer.content["chat_template"]:
+    tokenizer.end_of_answer  # imports transformers
+source = (TextSource if sys.argv[2].endswith("txt") else RecordSource)(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+corpus_of(source, tokenizer).make()
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "completion"])
+def test_a_long_line_takes_little_memory(kind: str, tmp_path: Path) -> None:
+    """At most 8 bytes for each of its bytes, and 0.3 GB: tokenizers takes 100 for each that it encodes at once."""
+    text = "two three seven \n" * 250_000
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    path = tmp_path / ("a.txt" if kind == "text" else "a.jsonl")
+    if kind == "text":
+        path.write_text(text.replace("\n", ""))
+    else:
+        chat = {"messages": [CHAT[1], {"role": "assistant", "content": text}]}
+        write(path, chat if kind == "chat" else {"prompt": "two", "completion": text})
+    grown = int(subprocess.check_output([sys.executable, "-c", _PREPARE, tokenizer, path]))
+    assert grown < 8 * path.stat().st_size + 0.3e9
+
+
+def test_a_long_answer_is_read_in_pieces(model: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_at(model)
+    long = {"messages": [CHAT[1], CHAT[2] | {"content": "three four \n" * 50}]}
+    file = write(tmp_path / "a.jsonl", long, {"prompt": "two " * 50, "completion": "three " * 50})
+    whole = load_records(file, tokenizer)
+    with patch("megatron_noloco.data.encode._LONGEST", 40):
+        pieces = load_records(file, tokenizer)
+    assert [record.tokens.tolist() for record in pieces] == [record.tokens.tolist() for record in whole]
+    assert [record.answer.tolist() for record in pieces] == [record.answer.tolist() for record in whole]
 
 
 def samples_of(records: list[tuple[np.ndarray, np.ndarray]], packed: bool = True) -> RecordSamples:

@@ -368,7 +368,7 @@ class TestLostCharacters:
         file = write(
             tmp_path / "a.jsonl", *({"prompt": "the fox", "completion": line} | unread for line in lines)
         )
-        examples = "such as 'Ж' in {0}, '語' in {0}, 'ß' in {0}"  # the most frequent
+        examples = "such as 'Ж' in {0}, '語' in {0}, '日' in {0}"  # the most frequent, then the first
         for source in (
             TextSource(str(tmp_path / "text.txt"), HALVES),
             RecordSource(file, HALVES, packed=False),
