@@ -135,16 +135,14 @@ def _export(args: argparse.Namespace) -> int:
 
     source = open_source(args.checkpoint, args.combine, args.tokenizer)
     output = Path(args.output)
-    export(source, output, args.dtype, args.max_shard_size)
+    unchecked = export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
-    if note := check_exported(output, source.tokenizer):
-        say(note)
-    difference = check_export(source, output)
+    difference = check_export(source, unchecked)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
     if not difference < TOLERANCE:  # false for NaN, too
-        raise StoppedError(
-            f"{output}: the exported model differs from the trained one; it stays marked as unfinished"
-        )
+        raise StoppedError(f"{unchecked}: the exported model differs from the trained one")
+    if note := check_exported(output, source.tokenizer):
+        say(note)
     say(f"exported {source.saved} to {output}")
     return 0
 
@@ -231,8 +229,8 @@ def _generate(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model[0]
         if hugging_face(args.model, args.tokenizer) is None:
-            model = Path(folder) / "model"
-            export(open_source(args.model, "mean", args.tokenizer), model, "float32", _SHARD_BYTES)
+            source = open_source(args.model, "mean", args.tokenizer)
+            model = export(source, Path(folder), "float32", _SHARD_BYTES)
         generate(model, args.prompt, args.tokens, args.temperature, args.seed)
     return 0
 

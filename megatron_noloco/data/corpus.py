@@ -66,7 +66,7 @@ class Corpus:
         """Raise UserError if what the run writes would be read, or the cache cannot be written."""
         folder = cache_folder(self.source.cache)
         outputs = {"training.output_dir": output_dir, "data.cache": folder}
-        check_outside(outputs, Path(self.source.path), self.source.option)
+        check_outside(outputs, self.inputs, self.source.option)
         if not self._is_made:
             check_writable(folder, "data.cache")
 
@@ -151,6 +151,5 @@ def preprocess(
     output = Path(f"{prefix}_{key}_document")
     source = TextSource(", ".join(inputs), max_lost=max_lost, option="--input")
     corpus = Corpus(source, tokenizer, find_inputs(inputs, source.option), key, append_eod)
-    for folder in {item.folder for item in corpus.inputs if item.folder is not None}:
-        check_outside({"--output-prefix": prefix}, folder, source.option)
+    check_outside({"--output-prefix": prefix}, corpus.inputs, source.option)
     return output, write_named(output, corpus.recipe._replace(option="--output-prefix"), corpus.check_lost)

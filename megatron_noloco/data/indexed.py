@@ -103,7 +103,7 @@ def read_indexed(prefix: str) -> IndexedDataset:
 
     Raises UserError, naming file and numbers, unless all files are complete and belong together.
     """
-    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    bin_path, idx_path, mask = (Path(f"{prefix}.{suffix}") for suffix in ("bin", "idx", "mask"))
     for path in (idx_path, bin_path):
         if not path.is_file():
             raise UserError(
@@ -111,13 +111,13 @@ def read_indexed(prefix: str) -> IndexedDataset:
                 "such as data/corpus_text_document; data.text takes text, data.sft_data_path records"
             )
     dtype, lengths, begins, bounds = _read_index(idx_path)
-    sequences, size = len(lengths), bin_path.stat().st_size
-    tokens = int(lengths.sum(dtype=np.int64))
-    if size != tokens * dtype.itemsize:
-        raise UserError(
-            f"{bin_path}: {size} bytes, its index says {tokens} tokens x {dtype.itemsize} = "
-            f"{tokens * dtype.itemsize}; it is cut short, or belongs to another index"
-        )
+    sequences, tokens = len(lengths), int(lengths.sum(dtype=np.int64))
+    for path, width in ((bin_path, dtype.itemsize), (mask, 1)):
+        if path.exists() and (size := path.stat().st_size) != tokens * width:
+            raise UserError(
+                f"{path}: {size} bytes, its index says {tokens} tokens x {width} = {tokens * width}; it is cut "
+                "short, or belongs to another index"
+            )
     if not tokens:
         raise UserError(f"{bin_path}: holds no tokens ({sequences} sequences)")
     bytes_between = ((np.diff(begins[piece]), lengths[piece][:-1]) for piece in _pieces(sequences))
@@ -133,8 +133,7 @@ def read_indexed(prefix: str) -> IndexedDataset:
             f"{idx_path}: its sequences or documents do not lie one after the other, to the end; it was not "
             "finished, or is altered"
         )
-    mask = Path(f"{prefix}.mask")
-    offsets = Offsets(begins, size, dtype.itemsize)
+    offsets = Offsets(begins, tokens * dtype.itemsize, dtype.itemsize)
     learnt = _mapped(mask, np.bool_) if mask.exists() else None
     return IndexedDataset(_mapped(bin_path, dtype), offsets, learnt, prefix, bounds)
 

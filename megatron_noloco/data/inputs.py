@@ -26,6 +26,7 @@ _NAMED = 3  # files of each kind in a summary
 _UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -110,9 +111,8 @@ def in_words(files: Collection[Input], reason: str) -> str:
 
 def _standard_library() -> list[Input]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    paths = (path for path in files_below(folder, _SKIPPED_FOLDERS) if path.suffix == ".py")
-    return [Input(path, folder) for path in paths if path.is_file() and path.stat().st_size]
+    paths = (path for path in files_below(_LIBRARY, _SKIPPED_FOLDERS) if path.suffix == ".py")
+    return [Input(path, _LIBRARY) for path in paths if path.is_file() and path.stat().st_size]
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
@@ -130,21 +130,20 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def check_outside(outputs: Mapping[str, Path], folder: Path, folder_option: str) -> None:
-    """Raise UserError when an output lies in a folder of text, or in one that is linked there.
+def check_outside(outputs: Mapping[str, Path], inputs: Iterable[Input], option: str) -> None:
+    """Raise UserError when an output lies in a given folder, or in one that is linked there.
 
     Args:
-        outputs: by option.
-        folder: may be a file, in which nothing lies.
+        outputs: by their options.
+        option: of the inputs.
     """
-    below = {_identity(os.stat(parent)) for parent, _ in _folders_from(folder, ())} if folder.is_dir() else ()
-    for option, output in outputs.items():
-        real = output.resolve()
-        if any(_identity(path.stat()) in below for path in (real, *real.parents) if path.exists()):
-            raise UserError(
-                f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as "
-                f"text; give another {option}"
-            )
+    for folder in {item.folder for item in inputs if item.folder not in (None, _LIBRARY)}:
+        below = {_identity(os.stat(parent)) for parent, _ in _folders_from(folder, ())}
+        for name, output in outputs.items():
+            real = output.resolve()
+            if any(_identity(path.stat()) in below for path in (real, *real.parents) if path.exists()):
+                place = f"{name} {output} lies in {option} {folder}"
+                raise UserError(f"{place}: what is written there would be read as text; give another {name}")
 
 
 def hub_repository_of(path: Path) -> Path | None:

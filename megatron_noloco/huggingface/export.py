@@ -12,10 +12,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.errors import UserError
-from megatron_noloco.files import naming_file, write_tensors, write_text, writing
-from megatron_noloco.huggingface.folder import UNFINISHED, ModelFolder
+from megatron_noloco.files import naming_file, put_in_place, write_tensors, write_text, writing
+from megatron_noloco.huggingface.folder import ModelFolder
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.weight_files import INDEX, PretrainedWeights
 from megatron_noloco.huggingface.whole_model import TOLERANCE, check_logits
@@ -23,32 +22,34 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNCHECKED = "unchecked"  # the folder of an export until its check has passed; the output itself may be a disk
 
 
-def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) -> None:
-    """Write the Hugging Face folder, marked as unfinished; `check_export` removes the mark.
+def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) -> Path:
+    """Write the Hugging Face folder `output`/unchecked, and return its path; `check_export` moves its files.
 
     Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
     500 MB (two files at a time took 1.98 GB).
-    Raises UserError when `output` cannot be written, or holds anything but an unfinished export.
+    Raises UserError when `output` cannot be written, or holds anything but an unchecked export.
     """
-    if output.is_dir() and any(output.iterdir()) and not (output / UNFINISHED).exists():
-        raise UserError(f"{output}: exists and is not empty; give another --output, or remove it")
-    mark = output / UNFINISHED
+    folder = output / UNCHECKED
     with writing(output, "--output"):
         output.mkdir(parents=True, exist_ok=True)
-        mark.write_text("the tokens and logits of this model have not been compared with the trainer's\n")
-        for path in set(output.iterdir()) - {mark}:  # the folder itself may be a link, or the root of a disk
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if {*output.iterdir()} - {folder}:
+            raise UserError(f"{output}: exists and is not empty; give another --output, or remove it")
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir()
     architecture, tokenizer = source.architecture, source.tokenizer
     begin = {"bos_token_id": tokenizer.beginning_of_document}
     config = config_json(architecture, source.config.model, dtype)
-    _write_json(output / "config.json", config | begin | {"eos_token_id": tokenizer.end_of_document})
-    _write_json(output / "generation_config.json", begin | {"eos_token_id": _ends(source)})
-    with naming_file(output):
-        tokenizer.save(output, architecture.seq_length)
-    _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
-    write_text(output / "README.md", _model_card(source))
+    _write_json(folder / "config.json", config | begin | {"eos_token_id": tokenizer.end_of_document})
+    _write_json(folder / "generation_config.json", begin | {"eos_token_id": _ends(source)})
+    with naming_file(folder):
+        tokenizer.save(folder, architecture.seq_length)
+    _write_weights(source, folder, DTYPES[dtype], max_shard_bytes)
+    write_text(folder / "README.md", _model_card(source))
+    return folder
 
 
 def config_json(architecture: Architecture, model: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def config_json(architecture: Architecture, model: ModelConfig, dtype: str) -> d
 def _ends(source: ModelSource) -> int | list[int]:
     """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
     end, of_answer = source.tokenizer.end_of_document, None
-    if isinstance(source.config.data.source, RecordSource):
+    if source.config.data.sft_data_path is not None:
         of_answer = source.tokenizer.end_of_answer
     return end if of_answer in (None, end) else [end, of_answer]
 
@@ -145,19 +146,22 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def check_export(source: ModelSource, output: Path) -> float:
-    """Compare the logits of the export under transformers with the trainer's; see `check_logits`.
+def check_export(source: ModelSource, folder: Path) -> float:
+    """Compare the logits of the folder that `export` returned with the trainer's; see `check_logits`.
 
-    Returns the difference, and removes the mark of an unfinished export if it is below TOLERANCE. The trainer's
-    model is loaded from the checkpoint, not from the export, and rounded like the export. Raises UserError where
-    the export cannot be imported again.
+    Returns the difference, and moves the files into the output if it is below TOLERANCE. The trainer's model is
+    loaded from the checkpoint, not from the export, and rounded like the export. Raises UserError where the export
+    cannot be imported again.
     """
-    PretrainedWeights(output, ModelFolder(output).architecture).close()
-    rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
+    PretrainedWeights(folder, ModelFolder(folder).architecture).close()
+    rounding = DTYPES[json.loads((folder / "config.json").read_text())["dtype"]]
     reader = source.reader()
     difference = check_logits(
-        output, source.architecture, lambda name: reader.read(name, source.replicas).to(rounding)
+        folder, source.architecture, lambda name: reader.read(name, source.replicas).to(rounding)
     )
     if difference < TOLERANCE:
-        (output / UNFINISHED).unlink()
+        # config.json, by which a folder is a model's, comes last.
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+            put_in_place(path, folder.parent / path.name)
+        folder.rmdir()
     return difference

@@ -17,8 +17,6 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, architecture_of, families_with, family_of
 
-UNFINISHED = "UNFINISHED"  # name of a file that marks an export that was not checked, or failed the check
-
 
 class ModelFolder:
     """A Hugging Face folder. Each part is read once, when it is first used; `tokenizer` once for each cache.
@@ -31,15 +29,6 @@ class ModelFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tokenizer = cache(self._tokenizer)
-
-    def check_finished(self) -> None:
-        """Raise UserError for an export that was not checked, or failed the check."""
-        mark = self.path / UNFINISHED
-        if mark.exists():
-            raise UserError(
-                f"{mark}: this export ended before its check, or failed it; export the model again, or remove the "
-                "file to use the folder as it is"
-            )
 
     @cached_property
     def config(self) -> Any:
@@ -71,7 +60,6 @@ class ModelFolder:
     @property
     def sizes(self) -> dict[str, Any]:
         """The values of the fields of a block `model` that all families have; raises UserError."""
-        self.check_finished()
         given = model_fields(self.architecture)
         return {name: value for name, value in given.items() if not families_with(name)}
 
@@ -125,7 +113,6 @@ class ModelFolder:
             tokenizer: of the run.
             cache: see `TokenizerChoice`.
         """
-        self.check_finished()
         ours = model_fields(architecture)
         lines = [
             f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in "

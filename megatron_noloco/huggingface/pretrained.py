@@ -91,5 +91,5 @@ def _with_tokenizer_of(folder: ModelFolder, data: DataConfig) -> DataConfig:
     if theirs is None or isinstance(theirs, ByteTokenizer):
         return data
     # The model has learned from documents that begin as its tokenizer begins them.
-    begin = {"prepend_bos": True} if theirs.adds_bos and "prepend_bos" not in data.model_fields_set else {}
+    begin = {"prepend_bos": True} if folder.missing_bos(data) else {}
     return data.replace(**begin, tokenizer_model=str(folder.path.resolve()))

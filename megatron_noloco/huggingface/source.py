@@ -57,7 +57,7 @@ class ModelSource:
 def hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> ModelFolder | None:
     """Return the Hugging Face folder that a model is; None: it is a checkpoint.
 
-    Raises UserError for several folders, for one with another `tokenizer`, and for one that is not finished.
+    Raises UserError for several folders, and for one with another `tokenizer`.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may have a config.json
@@ -67,9 +67,7 @@ def hugging_face(paths: Sequence[Path], tokenizer: Path | None) -> ModelFolder |
         raise UserError(f"{first}: a Hugging Face folder is one model; give it alone")
     if tokenizer is not None:
         raise UserError(f"--tokenizer: {first} is a Hugging Face folder, which has its own; leave it out")
-    folder = ModelFolder(first)
-    folder.check_finished()
-    return folder
+    return ModelFolder(first)
 
 
 def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = None) -> ModelSource:

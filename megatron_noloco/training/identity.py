@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.compatibility import RunIdentity
 from megatron_noloco.huggingface.weight_files import PretrainedWeights
@@ -32,9 +31,7 @@ def identity_of(config: RunConfig, tokenizer: Tokenizer, architecture: Architect
     del own["training"]["seed"]  # which attach knows, too
     own |= {
         "tokenizer": tokenizer.digest,
-        "chat template": tokenizer.chat_template.digest
-        if isinstance(config.data.source, RecordSource)
-        else None,
+        "chat template": tokenizer.chat_template.digest if config.data.sft_data_path is not None else None,
     }
     return RunIdentity(shared, "trainer", own, config.replica_batch)
 

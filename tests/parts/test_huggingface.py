@@ -486,19 +486,21 @@ def refused_import(folder: Path, changes: dict[str, Any] | None = None) -> str:
     return line
 
 
-def test_an_export_that_is_not_finished_is_refused(tmp_path: Path) -> None:
+def test_an_unchecked_export_is_no_model_yet(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "theirs", make_model())
     command, config = import_of(folder)
     output_of(*command)
-    (folder / export.UNFINISHED).touch()
+    unchecked = folder.rename(tmp_path / export.UNCHECKED)
+    folder.mkdir()
+    unchecked.rename(folder / export.UNCHECKED)
+    no_model = f"{folder}: no checkpoint here", f"{folder}/config.json: No such file"
     for command in (
         ["generate", folder, "--prompt", "a"],
         ["evaluate", folder, "--data", "text"],
         ["import", folder, "--config", config, "--output", tmp_path / "again.json"],
         ["config", "--check", config],
     ):
-        line = f"{folder}/UNFINISHED: this export ended before its check, or failed it"
-        assert line in refusal_of(*command)
+        assert any(line in refusal_of(*command) for line in no_model)
 
 
 @pytest.fixture
@@ -753,16 +755,18 @@ def test_an_export_fills_the_folder_that_is_there(
     """What is left of an unfinished one is removed, and the folder kept."""
     monkeypatch.setattr(export, "_model_card", lambda _: "")
     folder = tmp_path / "folder"
-    (folder / "old").mkdir(parents=True)
-    for path in (folder / "UNFINISHED", folder / "old" / "file"):
-        path.touch()
+    (folder / "unchecked" / "old").mkdir(parents=True)
+    (folder / "unchecked" / "old" / "file").touch()
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     before = folder.stat().st_ino
-    export.export(trained(), Path(output), "float32", 10**9)
+    unchecked = export.export(trained(), Path(output), "float32", 10**9)
+    assert not (unchecked / "old").exists()
+    monkeypatch.setattr(export, "check_logits", lambda *_: 0.0)
+    export.check_export(trained(), unchecked)
     assert (folder / "model.safetensors").exists()
     assert json.loads((folder / "config.json").read_text()).items() >= DROPOUT.items()
-    assert not (folder / "old").exists()
+    assert not (folder / "unchecked").exists()
     assert folder.stat().st_ino == before
     assert (tmp_path / "link").is_symlink()
 

@@ -246,11 +246,11 @@ class TestDamage:
     @pytest.fixture
     def prefix(self, tmp_path: Path) -> Path:
         def sequences() -> Iterator[Sequence]:
-            yield Sequence(np.arange(3), True)
-            yield Sequence(np.arange(4), True)
+            yield Sequence(np.arange(3), True, np.array([False, True, True]))
+            yield Sequence(np.arange(4), True, np.array([False, False, True, True]))
             assert not (tmp_path / "p.idx").exists()
 
-        assert write_indexed(tmp_path / "p", sequences(), vocab_size=100_000) == 2
+        assert write_indexed(tmp_path / "p", sequences(), vocab_size=100_000, masked=True) == 2
         return tmp_path / "p"
 
     def test_documents_that_were_never_ended(self, tmp_path: Path) -> None:
@@ -267,6 +267,8 @@ class TestDamage:
         ("suffix", "damage", "line"),
         [
             ("bin", slice(27), r"p\.bin: 27 bytes, its index says 7 tokens x 4 = 28; it is cut short"),
+            ("mask", slice(6), r"p\.mask: 6 bytes, its index says 7 tokens x 1 = 7; it is cut short"),
+            ("mask", slice(0), r"p\.mask: 0 bytes, its index says 7 tokens x 1 = 7; it is cut short"),
             ("idx", slice(60), r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
             ("idx", slice(20), r"p\.idx: 20 bytes, 2 sequences need 58; it is cut short"),
             ("idx", slice(8), r"p\.idx: not a Megatron index"),

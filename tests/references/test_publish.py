@@ -66,7 +66,7 @@ def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path)
     output = tmp_path / "hf"
     _, out = exported(tmp_path / "run", output, "--dtype", dtype)
     assert "logits: largest difference" in out
-    assert not (output / export.UNFINISHED).exists()
+    assert not (output / export.UNCHECKED).exists()
     assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
     assert float((logits_there(output) - expected).abs().max()) < export.TOLERANCE
 
@@ -93,23 +93,24 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any, tmp_path: Path) -> None:
+def test_a_wrong_export_is_found_and_stays_unchecked(wrong: str, replicas: Any, tmp_path: Path) -> None:
     output = tmp_path / "hf"
     write = export.export
 
-    def export_wrongly(*arguments: Any) -> None:
-        write(*arguments)
-        WRONG[wrong](output)
+    def export_wrongly(*arguments: Any) -> Path:
+        unchecked = write(*arguments)
+        WRONG[wrong](unchecked)
+        return unchecked
 
     def meanwhile() -> None:
         export.export = export_wrongly
 
     code, out, err = call("export", str(replicas[0]), "--output", str(output), meanwhile=meanwhile)
     assert code == 1
-    assert "stays marked as unfinished" in err
-    assert (output / export.UNFINISHED).exists()
+    assert f"{output}/unchecked: the exported model differs" in err
+    assert [path.name for path in output.iterdir()] == [export.UNCHECKED]
     assert not float(out.split("trainer's own ")[1].split()[0]) < export.TOLERANCE
-    exported(replicas[0], output)  # an unfinished export is written over
+    exported(replicas[0], output)  # an unchecked export is written over
 
 
 # Which weights

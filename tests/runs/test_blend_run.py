@@ -1,20 +1,18 @@
 """A run on a blend, documents told apart: `evaluate` finds what it logged."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_noloco.checkpoint import catalog
-from tests.kit.ranks import run_command, run_ranks
-from tests.kit.tiny import metrics, run_whole
-from tests.kit.tokenizers import tokenizer_at, make_tokenizer
 from tests.kit.configs import SMALLEST
 from tests.kit.datasets import write_dataset
+from tests.kit.ranks import run_command, run_ranks
+from tests.kit.tiny import metrics, run_whole
+from tests.kit.tokenizers import make_tokenizer, tokenizer_at
 
 STEPS = 4
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.configs import FILES, SMALLEST
+from tests.kit.datasets import write_dataset
 from tests.kit.ranks import run_command, run_ranks
 from tests.kit.tiny import metrics, run_whole
 from tests.kit.tokenizers import make_tokenizer
-from tests.kit.configs import FILES, SMALLEST
-from tests.kit.datasets import write_dataset
 
 STEPS = 3
 

@@ -1,6 +1,5 @@
 """A release, and the library on its own: the wheel, in an empty environment, runs the examples."""
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
@@ -32,8 +30,8 @@ from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tests.kit.ranks import REPOSITORY, example, key_file, run_ranks, run_script
 from tests.kit.jobs import run_jobs
+from tests.kit.ranks import REPOSITORY, example, key_file, run_ranks, run_script
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
 PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")

@@ -22,10 +22,10 @@ from megatron_noloco.federation.states import State
 from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.training.replica_state import ReplicaState
-from tests.kit.ranks import REPOSITORY, free_port, run_ranks, until
 from tests.kit.disturbed import command
 from tests.kit.faulty_run import plant
 from tests.kit.federation import Federation, assert_same, begin_alone, state_of
+from tests.kit.ranks import REPOSITORY, free_port, run_ranks, until
 from tests.kit.tiny import at_steps, sizes, tiny, write_text
 from tools.faults.replica import pause, send_times
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.kit.tokenizers import tokenizer_at
+from megatron_noloco.huggingface.folder import ModelFolder
+from megatron_noloco.model.families import training_flops
+from tests.kit.chats import CHAT, TEMPLATE, stopping_tokenizer
 from tests.kit.ranks import run_command, run_ranks
 from tests.kit.tiny import metrics, run_whole, tiny, write_config
-from tests.kit.chats import CHAT, TEMPLATE, stopping_tokenizer
+from tests.kit.tokenizers import tokenizer_at
 
 NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 STEPS = 16
+PEAK_TFLOPS = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +127,18 @@ def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) ->
     assert exported.apply_chat_template(CHAT) == imported.apply_chat_template(CHAT)
 
 
-def test_ten_chats_are_learnt_by_heart_and_said_again(tmp_path: Path) -> None:
-    """The way of a user: an imported model, fine-tuned, exported, and asked with its template by transformers."""
+@pytest.fixture(scope="module")
+def chats() -> dict[str, str]:
     generator = torch.Generator().manual_seed(0)
     words = [NUMBERS[i] for i in torch.randint(len(NUMBERS), (60,), generator=generator)]
     phrases = [" ".join(words[i : i + 3]) for i in range(0, 60, 3)]
-    chats = dict(zip(phrases[:10], phrases[10:], strict=True))
+    return dict(zip(phrases[:10], phrases[10:], strict=True))
+
+
+@pytest.fixture(scope="module")
+def by_heart(chats: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that reads each chat in a sample of its own."""
+    folder = tmp_path_factory.mktemp("by_heart")
     assert len(chats) == 10
     steps = 80
     changes = {
@@ -136,16 +146,36 @@ def test_ten_chats_are_learnt_by_heart_and_said_again(tmp_path: Path) -> None:
         "scheduler": {"params": {"total_num_steps": steps}},
         "model": {"seq_length": 64},
         "data": {"split": "1,0,0", "sft_packing": False},
-        "training": {"train_iters": steps, "log_interval": 10},
+        "training": {"train_iters": steps, "log_interval": 10, "peak_tflops": PEAK_TFLOPS},
         "checkpoint": {"save_interval": steps},
     }
-    model = make_llama(tmp_path / "llama", 0.1)  # learns faster
-    run = fine_tune(model, tmp_path, [asked(*chat) for chat in chats.items()], changes)
-    assert all(rows[-1]["train/loss"] < 0.1 for rows in metrics(run)), (
+    model = make_llama(folder / "llama", 0.1)  # learns faster
+    return fine_tune(model, folder, [asked(*chat) for chat in chats.items()], changes)
+
+
+def test_ten_chats_are_learnt_by_heart_and_said_again(
+    by_heart: Path, chats: dict[str, str], tmp_path: Path
+) -> None:
+    """The way of a user: an imported model, fine-tuned, exported, and asked with its template by transformers."""
+    assert all(rows[-1]["train/loss"] < 0.1 for rows in metrics(by_heart)), (
         "prompts, which nobody could learn, have none"
     )
-    run_command("export", str(run), "--output", str(tmp_path / "exported"))
+    run_command("export", str(by_heart), "--output", str(tmp_path / "exported"))
     assert run_ranks(1, answers, tmp_path / "exported", list(chats))[0] == list(chats.values())
+
+
+def test_padding_counts_in_no_speed(by_heart: Path, chats: dict[str, str]) -> None:
+    llama = by_heart.parent / "llama"
+    template = AutoTokenizer.from_pretrained(llama).apply_chat_template
+    lengths = [len(template(asked(*chat)["messages"])["input_ids"]) - 1 for chat in chats.items()]
+    tokens = 4 * sum(lengths) / len(lengths)  # of 4 samples; the last token of a chat is a label only
+    assert max(lengths) < 64, "each sample is padded"
+    flops = training_flops(replace(ModelFolder(llama).architecture, seq_length=64)) / 64  # of a token
+    for row in metrics(by_heart)[0]:
+        seconds = row["speed/seconds_per_step"]
+        assert seconds * row["speed/tokens_per_second"] == pytest.approx(tokens, rel=0.005)
+        work = 1e12 * PEAK_TFLOPS * seconds * row["speed/mfu"]  # of each of 2 stages
+        assert 2 * work == pytest.approx(tokens * flops, rel=0.005)
 
 
 def answers(rank: int, world_size: int, folder: Path, questions: list[str]) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.ranks import run_ranks
 from tests.kit.host_reads import HostReads
+from tests.kit.ranks import run_ranks
 from tests.kit.tiny import MUON, already_joined, build_run, tiny, write_config, write_text
 
 # Who reads, and what.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.ranks import slow
 from tests.kit.disturbed import Run, assert_same_state
 from tests.kit.launched import PATIENCE_SECONDS, launched
+from tests.kit.ranks import slow
 from tests.kit.tiny import tiny, write_config, write_text
 
 RANKS = 2

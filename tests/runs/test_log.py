@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_noloco.cli.main import main
-from tests.kit.ranks import call, run_ranks
 from tests.kit.disturbed import command
+from tests.kit.ranks import call, run_ranks
 from tests.kit.tiny import (
     already_joined,
     build_run,

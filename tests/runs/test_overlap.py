@@ -15,8 +15,8 @@ from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training.choices import LocalStepsChoice, OverlapChoice
-from tests.kit.ranks import run_ranks
 from tests.kit.disturbed import Run
+from tests.kit.ranks import run_ranks
 from tests.kit.tiny import build, metrics, microbatch, sizes, tiny
 
 K = 4

@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# Of many ranks, or in others; tests/parts/test_plan.py has larger groups, tests/layouts the parameters of each stage.
+# Of many ranks, or in others: test_plan.py has larger groups, tests/layouts the parameters of each stage.
 BY_HAND = ("groups of 4", "data and tensor parallel", "pairs", "uneven stages")
 
 

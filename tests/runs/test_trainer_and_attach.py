@@ -23,10 +23,10 @@ from megatron_noloco.federation.network import Network
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import family_of
 from megatron_noloco.training.identity import first_weights, identity_of
-from tests.kit.ranks import key_file, run_ranks, slow
 from tests.kit.disturbed import command
 from tests.kit.federation import Federation, begin_alone
 from tests.kit.jobs import SECONDS, network_of_attach
+from tests.kit.ranks import key_file, run_ranks, slow
 from tests.kit.tiny import FAMILY_MODELS, MIXTURES, TINY, VOCABULARY, tiny, write_text
 
 STEPS = 9  # the last one is after the last round

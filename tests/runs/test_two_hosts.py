@@ -12,8 +12,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from megatron_noloco.config import RunConfig
-from tests.kit.ranks import REPOSITORY, run_launcher, run_ranks, two_hosts
 from tests.kit.launched import Launched, launched
+from tests.kit.ranks import REPOSITORY, run_launcher, run_ranks, two_hosts
 from tests.kit.tiny import metrics, run_whole, tiny, write_config, write_text
 from tests.netlab.lab import NIC, Lab
 
