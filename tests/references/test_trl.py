@@ -26,8 +26,6 @@ OURS = OF_TRL | {
     # The generation prompt writes the rest, which a model only reads.
     "deepseek-v3": ["three four<end>", "six<end>"],
     "qwen2.5": ["three four<|im_end|>\n", "six<|im_end|>\n"],
-    # Each answer ends as the last of a chat does, since generation stops there.
-    "phi-3.5": ["three four<|end|>\n<end>", "six<|end|>\n<end>"],
     # TRL has no training template of these.
     "mistral": [" three four<end>", " six<end>"],
     "mistral-v0.3": [" three four<end>", " six<end>"],
