@@ -128,7 +128,12 @@ def answers_of(given: list[Any], tools: Any, template: ChatTemplate) -> tuple[li
     messages = [_message(number, message, tools, template) for number, message in enumerate(given, 1)]
     places = [place for place, message in enumerate(messages) if message.pop("weight")]
     if not places:
-        raise UserError('no message has the role "assistant" and a weight above 0: there is nothing to learn')
+        roles = ", ".join(dict.fromkeys(outside(message["role"]) for message in messages))
+        raise UserError(
+            f'no message has the role "assistant" and a weight above 0 (roles: {roles}): there is nothing to learn'
+        )
+    if not places[0]:
+        raise UserError("message 1 is an answer, which no message asks for; leave it out")
     render = partial(template.render, tools=tools)
     lists = _lists(messages, places, render, template.final)
     before = _without_spaces("".join(chain(*lists[-1])).removesuffix(lists[-1][-1].text))

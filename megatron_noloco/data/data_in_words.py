@@ -38,7 +38,7 @@ def _records_in_words(name: str, made: Made, blends: Sequence[Blend]) -> str:
     learnt, tokens = training.parts[0].learnt, training.tokens_per_sample * len(training)
     line = (
         f"{name}, {made.records} records, {len(training)} training samples with {learnt} tokens in answers, "
-        f"{100 * learnt / tokens:.3g} % of all"
+        f"{100 * learnt / tokens:.3g} % of all tokens"
     )
     samples = [part for blend in blends for part in blend.parts if isinstance(part, RecordSamples)]
     if cut := sum(part.cut for part in samples):

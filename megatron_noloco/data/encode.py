@@ -10,7 +10,7 @@ import numpy as np
 from megatron_noloco.data.cache import Made
 from megatron_noloco.data.formats import PIECE, Advance, Input, Piece, cut
 from megatron_noloco.data.indexed import Sequence
-from megatron_noloco.data.inputs import POINTERS, hub_repository_of, in_words, split_of, why_left_out
+from megatron_noloco.data.inputs import OTHERS, POINTERS, hub_repository_of, in_words, split_of, why_left_out
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
 from megatron_noloco.files import outside
@@ -25,7 +25,7 @@ _NOTES = {
     "empty_answers": "empty answers: {}, of which only the end is learnt",
     "endless": "answers after which the chat template writes no special token: {}, so generation goes on there",
     "joined": "answers that begin within a token of the prompt: {}, which generation reads apart",
-    "learnt_apart": "later turns learnt apart: {}, which read earlier answers as other tokens",
+    "learnt_apart": "later turns in samples of their own: {}, since the template writes earlier answers otherwise",
 }
 
 _CHARACTERS = 1 << 21  # encoded at once: pieces for 32 cores
@@ -94,7 +94,7 @@ class Counts(Counter[str]):
             notes.append(
                 f"messages of other roles than {', '.join(ROLES)}: {named}, nothing is learnt of them"
             )
-        if len(self.splits) > 1:
+        if len(self.splits) > 1 and self.splits.keys() - {OTHERS, "train"}:
             named = ", ".join(f"{split} ({count})" for split, count in self.splits.items())
             notes.append(f"files of several splits are read: {named}")
         if off := tokenizer.content["switched_off"]:

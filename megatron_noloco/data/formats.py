@@ -28,7 +28,9 @@ PIECE = 1 << 16  # characters of a text that are read and encoded as one sequenc
 _BATCH_BYTES = 1 << 24  # of rows of Parquet that are read at once
 _BATCH_ROWS = 256
 _LONGEST_LINE = 1 << 24  # bytes of a first line that is looked at
-OTHER_KEY = "`data preprocess --json-keys` takes another; chats go to data.sft_data_path"
+OTHER_KEY = (
+    "`data preprocess --json-keys` takes another; chats go to data.sft_data_path, --data sft_data_path=FILE"
+)
 # What a piece of a longer text ends with, where it has one: as encoders like it, a space begins the next piece.
 _ENDS = (("\n", 1), (" ", 0))
 

@@ -5,6 +5,7 @@ import re
 import sysconfig
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +26,7 @@ POINTERS = "pointer{} of Git LFS, `git lfs pull` fetches the files"  # reason of
 _NAMED = 3  # files of each kind in a summary
 _UNPACK = {".xz": "xz -d", ".lzma": "unlzma", ".lz4": "lz4 -d", ".zip": "unzip", ".7z": "7z x"}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+OTHERS = "others"  # in place of the split of a file that names none
 _SPLITS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -33,7 +35,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 def find_inputs(places: Iterable[str], option: str) -> list[Input]:
     """Return the files at `places`, each once; folders are searched recursively, without hidden files.
 
-    In place of a path may stand STANDARD_LIBRARY.
+    In place of a path may stand STANDARD_LIBRARY, or a pattern such as data/train-*.parquet.
     Of several names of a file a name of records goes before others, then the file's own path before links.
 
     Raises UserError, which names the option that gave the places, when a place does not exist.
@@ -44,13 +46,13 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
             found += _standard_library()
             continue
         given = Path(place).expanduser()
-        if not given.exists():
+        paths = [given] if given.exists() else list(map(Path, sorted(glob(str(given)))))
+        if not paths:
             prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")
-        if not given.is_dir():
-            found.append(Input(given, None))
-            continue
-        found += [Input(path, given) for path in files_below(given)]
+        for path in paths:
+            below = files_below(path) if path.is_dir() else []
+            found += [Input(file, path) for file in below] or [Input(path, None)] * (not path.is_dir())
     best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
     chosen = {_identity(item.status): item for item in reversed(best_first)}
     return [item for item in dict.fromkeys(found) if chosen[_identity(item.status)] == item]
@@ -89,18 +91,18 @@ def _reasons(item: Input, head: bytes, keys: Collection[str], rows_alone: bool) 
         yield "file{} not in UTF-8" * (found and text_problem(path) != "")
         yield "file{} of JSON lines, to be named *.jsonl" * (first_object(path) is not None)
     elif found and name.endswith(".json") and not {*keys} & (first_object(path) or {}).keys():
-        yield f"file{{}} of JSON whose first line is no object with {' or '.join(keys)}{other}"
+        yield f"file{{}} of JSON whose first line is no object with {', '.join(keys)}{other}"
 
 
 def split_of(item: Input) -> str | None:
-    """Return the split of a published dataset that a file has by its path, "others" where the path names none.
+    """Return the split of a published dataset that a file has by its path, OTHERS where the path names none.
 
     None for a text whose name does not end with .txt: in a folder of programs `test` is a word as others.
     """
     if item.kind == "text" and not unpacked_name(item.path).endswith(".txt"):
         return None
     words = re.split("[^a-z]+", item.name.lower())
-    return next((word for word in reversed(words) if word in _SPLITS), "others")
+    return next((word for word in reversed(words) if word in _SPLITS), OTHERS)
 
 
 def in_words(files: Collection[Input], reason: str) -> str:

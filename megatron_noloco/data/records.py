@@ -15,7 +15,8 @@ from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.files import check_whole_characters
 
-RECORD_KEYS = "messages", "prompt"  # of which a record has one
+RECORD_KEYS = "messages", "prompt", "conversations", "instruction", "question"  # of which a record has one
+_ROLES = {"human": "user", "gpt": "assistant"}  # of conversations
 # What programs read of a record; here some are no part of the text
 _READ = "prompt", "completion", "tools", "system", "history", "functions", "documents", "chat_template_kwargs"
 # Texts after which answers are encoded; none is joined with every other text.
@@ -177,7 +178,36 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(held)
 
 
+def _with_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the keys of ShareGPT, Alpaca, Dolly or GSM8K with messages; any other as it is."""
+    match row:
+        case {"messages": _}:
+            return row
+        case {"conversations": [{"from": _, "value": _}, *_] as said}:
+            messages = [_message_of(one) for one in said]
+        case (
+            {"instruction": str(asked), "output": str(answer)}
+            | {"instruction": str(asked), "response": str(answer)}
+            | {"question": str(asked), "answer": str(answer)}
+        ):
+            more = (row.get("input") or row.get("context") or "") if "instruction" in row else ""
+            question = {"role": "user", "content": f"{asked}\n{more}" if more else asked}
+            messages = [question, {"role": "assistant", "content": answer}]
+        case _:
+            return row
+    return row | {"messages": messages}
+
+
+def _message_of(said: Any) -> Any:
+    """Return what one side of a conversation said as a message."""
+    match said:
+        case {"from": str(who), "value": text}:
+            return {"role": _ROLES.get(who, who), "content": text}
+    return said
+
+
 def _record_of(row: dict[str, Any], file: str, template: ChatTemplate, counts: Counts) -> _Record:
+    row = _with_messages(row)
     match row:
         case {"weight": weight} if weight != 1:
             raise UserError(f'"weight" {weight!r} of a whole record; give it to a message that is an answer')
@@ -195,9 +225,9 @@ def _record_of(row: dict[str, Any], file: str, template: ChatTemplate, counts: C
             messages, read = [], ["prompt", "completion"]
         case _:
             raise UserError(
-                f"{json.dumps(row, default=str)[:60]} (keys: {', '.join(row)}) is no record, which is an object "
-                'with "messages", a list of objects with "role" and "content", or with "prompt" and "completion", '
-                "both text or both lists of messages"
+                f"{json.dumps(row, default=str)[:60]} (keys: {', '.join(row)}) is no record: it needs "
+                '"messages", a list of objects with "role" and "content"; or "prompt" and "completion", both text '
+                "or both lists of messages; or the keys of Alpaca, Dolly, GSM8K or ShareGPT (docs/data.md)"
             )
     for key in _READ:
         if row.get(key) and key not in read and not _is_among(row[key], messages):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +83,8 @@ def check_local(needs: Sequence[str], local: Local) -> None:
     for name, path in _data(needs, local).items():
         if name not in SOURCES:
             raise UserError(f"join: --data {name}={path}: the fields are {', '.join(SOURCES)}")
-        if name in ("text", "sft_data_path") and path != STANDARD_LIBRARY and not Path(path).exists():
+        is_there = Path(path).exists() or path == STANDARD_LIBRARY or glob(path)
+        if name in ("text", "sft_data_path") and not is_there:
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")

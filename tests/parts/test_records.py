@@ -81,7 +81,8 @@ class TestRecords:
         assert "10 records" in summary
         assert summary.endswith(
             "; left out: 2 files without records (README.md, x.bz2), 1 file of JSON whose first line is no object "
-            "with messages or prompt (info.json), 1 pointer of Git LFS, `git lfs pull` fetches the files (y.jsonl)"
+            "with messages, prompt, conversations, instruction, question (info.json), 1 pointer of Git LFS, "
+            "`git lfs pull` fetches the files (y.jsonl)"
         )
         samples, notes = open_whole(str(folder), tokenizer, Needs(300, 64))
         assert isinstance(samples, RecordSamples)
@@ -97,6 +98,34 @@ class TestRecords:
         assert whole.tokens.tolist() == other.tokens.tolist() == second.tokens.tolist()
         assert whole.answer.tolist() == other.answer.tolist()
         assert answers(second, tokenizer) == "six\n"
+
+    @pytest.mark.parametrize(
+        ("row", "asked"),
+        [
+            ({"instruction": "two", "input": "", "output": "six", "text": "all"}, "two"),
+            ({"instruction": "two", "input": "five", "output": "six"}, "two\nfive"),
+            ({"instruction": "two", "context": "five", "response": "six", "category": "qa"}, "two\nfive"),
+            ({"question": "two", "answer": "six"}, "two"),
+            ({"conversations": [{"from": "human", "value": "two"}, {"from": "gpt", "value": "six"}]}, "two"),
+            (
+                {
+                    "conversations": [
+                        {"from": "user", "value": "two"},
+                        {"role": "assistant", "content": "six"},
+                    ]
+                },
+                "two",
+            ),
+        ],
+        ids=["Alpaca", "Alpaca with input", "Dolly", "GSM8K", "ShareGPT", "mixed"],
+    )
+    def test_rows_of_well_known_sets_are_chats(
+        self, row: dict[str, Any], asked: str, model: Path, tmp_path: Path
+    ) -> None:
+        chat = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "six"}]}
+        found, meant = load_records(write(tmp_path / "a.jsonl", row, chat), tokenizer_at(model))
+        assert found.tokens.tolist() == meant.tokens.tolist()
+        assert found.answer.tolist() == meant.answer.tolist()
 
     def test_one_thread_uses_the_tokenizer(self, model: Path, tmp_path: Path) -> None:
         """Of which special tokens are text for a prompt, and tokens for a chat; another thread reads rows."""
@@ -252,8 +281,8 @@ def test_records_that_do_not_fit_are_counted(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", *given[: 1 if name == "a" else None])
     summary = open_data(source(str(tmp_path), "1"), BYTES, Needs(257, 8, evaluates=False)).summary
     assert summary.endswith(
-        "5 records, 2 training samples with 14 tokens in answers, 100 % of all; records longer than a sample, "
-        "cut: 1; records left out, since no answer fits: 1"
+        "5 records, 2 training samples with 14 tokens in answers, 100 % of all tokens; records longer than a "
+        "sample, cut: 1; records left out, since no answer fits: 1"
     )
 
 
@@ -262,7 +291,9 @@ def test_other_roles_are_named_with_the_share_that_is_learnt(model: Path, tmp_pa
     chat = [CHAT[1], CHAT[2] | {"role": "assitant"}, *CHAT[3:]]
     path = write(tmp_path / "a.jsonl", {"messages": chat}, {"messages": CHAT})
     summary = open_data(source(path, "1"), tokenizer_at(model), Needs(300, 256, evaluates=False)).summary
-    assert re.search(r"with \d+ tokens in answers, \d\d\.\d % of all; messages of other roles than", summary)
+    assert re.search(
+        r"with \d+ tokens in answers, \d\d\.\d % of all tokens; messages of other roles than", summary
+    )
     assert summary.endswith('system, user, assistant, tool: "assitant" (1), nothing is learnt of them')
 
 

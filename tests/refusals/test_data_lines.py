@@ -133,7 +133,8 @@ WRONG_RECORDS: list[tuple[str, Any]] = [
     ("strict", {"conversations": [{"from": "human"}]}),
     ("strict", {"prompt": [ASKED], "completion": "a"}),
     ("strict", {"messages": []}),
-    ("strict", {"question": "a text that fills the line, with the next ones, to its end", "answer": "b"}),
+    ("strict", {"query": "a text that fills the line, with the next ones, to its end", "reply": "b"}),
+    ("strict", {"conversations": [{"from": "human", "value": "a"}, "b"]}),
     ("strict", {"prompt": "a", "chosen": "b", "rejected": "c"}),
     ("strict", {"prompt": "a", "completion": "b", "label": True}),
     ("strict", [ASKED, ANSWER]),
@@ -254,9 +255,9 @@ def test_a_folder_counts_what_is_left_out(tmp_path: Path) -> None:
     assert said.splitlines()[0] == (
         "2 documents, 19 tokens; left out: 1 file of .xz, which `xz -d` unpacks (b.txt.xz), 1 file "
         "of JSON whose first line is no object with text, `data preprocess --json-keys` takes another; chats go "
-        "to data.sft_data_path (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or TSV, write the rows as JSON "
-        "lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the files (f.bin), 1 file of JSON "
-        "lines, to be named *.jsonl (g.txt)"
+        "to data.sft_data_path, --data sft_data_path=FILE (c.JSON.gz), 1 file not in UTF-8 (d), 1 file of CSV or "
+        "TSV, write the rows as JSON lines or Parquet (e.csv), 1 pointer of Git LFS, `git lfs pull` fetches the "
+        "files (f.bin), 1 file of JSON lines, to be named *.jsonl (g.txt)"
     )
     assert json.loads((tmp_path / "out_text_document.facts.json").read_text())["documents"] == 2
 
