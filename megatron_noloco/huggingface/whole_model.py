@@ -90,27 +90,32 @@ def check_logits(folder: Path, architecture: Architecture, read: Callable[[str],
         folder: of the model that transformers loads.
         read: returns the trainer's weights by their names in the unsplit model.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     length = min(64 + (architecture.sliding_window or 0), architecture.seq_length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(architecture.vocab_size, (2, length), generator=generator)
     model = WholeModel(architecture)
     model.load(read)
     ours = model.logits(tokens)[..., : architecture.vocab_size]
-    logging.disable_progress_bar()
     with torch.no_grad():
-        auto: Any = AutoModelForCausalLM
-        options = {"trust_remote_code": False, "output_loading_info": True}
-        loaded, found = auto.from_pretrained(folder, dtype=torch.float32, **options)
-        if missing := sorted(found["missing_keys"]):
-            raise UserError(
-                f"{folder}: no tensor {some_names(missing)}, which transformers' model of config.json has (as "
-                "biases, with attention_bias true): it would make them up"
-            )
-        theirs = loaded.eval()(tokens).logits
+        theirs = _loaded(folder, dtype=torch.float32)(tokens).logits
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1.0))
+
+
+def _loaded(folder: Path, **options: Any) -> Any:
+    """Return transformers' model of a folder; raises UserError where the folder lacks tensors of it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    auto: Any = AutoModelForCausalLM
+    options |= {"trust_remote_code": False, "output_loading_info": True}
+    model, found = auto.from_pretrained(folder, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"{folder}: no tensor {some_names(missing)}, which transformers' model of config.json has (as biases, "
+            "with attention_bias true): it would make them up"
+        )
+    return model.eval()
 
 
 def check_import(folder: ModelFolder) -> str:
@@ -134,14 +139,12 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     Raises UserError where transformers cannot load the folder, or generate.
     """
     from transformers import TextStreamer, pipeline
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     try:
         tokenizer = load_folder(folder)
-        generator = pipeline("text-generation", str(folder), tokenizer=tokenizer, trust_remote_code=False)
+        generator = pipeline("text-generation", _loaded(folder), tokenizer=tokenizer)
         text = prompt or tokenizer.eos_token  # a document begins after the end of another
         # A chat template writes BOS itself.
         has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
@@ -154,5 +157,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
         )
+    except UserError:
+        raise
     except Exception as error:  # transformers raises anything for files that it does not expect
         raise UserError(f"{folder}: transformers: {type(error).__name__}: {line_of(error)}") from None

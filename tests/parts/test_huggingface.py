@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
@@ -516,6 +516,14 @@ def test_generation_config_that_cannot_be_read_is_one_line(model_of_bytes: Path)
     (model_of_bytes / "generation_config.json").write_text("[1]")
     line = refusal_of("generate", model_of_bytes, "--prompt", "the", "--tokens", "2")
     assert line.startswith(f"{model_of_bytes}: transformers: ")
+
+
+def test_generation_makes_up_no_weights(model_of_bytes: Path) -> None:
+    tensors = load_file(model_of_bytes / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, model_of_bytes / "model.safetensors", {"format": "pt"})
+    line = refusal_of("generate", model_of_bytes, "--prompt", "the")
+    assert line.startswith(f"{model_of_bytes}: no tensor lm_head.weight, which transformers' model")
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(2, 2), (100, 29)], ids=["as told", "a full context"])
