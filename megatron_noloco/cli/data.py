@@ -116,7 +116,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import read_indexed
     from megatron_noloco.data.opening import open_any
 
-    tokenizer = build_tokenizer(_tokenizer(args))
+    tokenizer = build_tokenizer(_tokenizer(args, prepend_bos=None))  # as a config of `import`
     if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
         dataset = read_indexed(args.data)
     else:
@@ -161,7 +161,7 @@ def _with_learnt_marked(tokens: "np.ndarray", mask: "np.ndarray", tokenizer: "To
 
 
 def _tokenizer(
-    args: argparse.Namespace, split_special_tokens: bool = True, prepend_bos: bool = False
+    args: argparse.Namespace, split_special_tokens: bool = True, prepend_bos: bool | None = False
 ) -> "TokenizerChoice":
     from megatron_noloco.data.tokenizer import TokenizerChoice, choice_problem
 

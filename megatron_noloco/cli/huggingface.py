@@ -93,6 +93,7 @@ def add_commands(commands: Commands) -> None:
     add = generate.add_argument
     add("model", nargs="+", type=Path, help=_MODEL)
     add("--prompt", type=utf8, required=True, help='the text to continue; "": the beginning of a document')
+    add("--chat", action="store_true", help="the prompt is a message, to which the model answers")
     add("--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)")
     temperature = "0: always the likeliest token (default: 0.8)"
     add("--temperature", type=at_least_zero, default=0.8, help=temperature)
@@ -231,7 +232,7 @@ def _generate(args: argparse.Namespace) -> int:
         if hugging_face(args.model, args.tokenizer) is None:
             source = open_source(args.model, "mean", args.tokenizer)
             model = export(source, Path(folder), "float32", _SHARD_BYTES)
-        generate(model, args.prompt, args.tokens, args.temperature, args.seed)
+        generate(model, args.prompt, args.chat, args.tokens, args.temperature, args.seed)
     return 0
 
 

@@ -131,10 +131,13 @@ def check_import(folder: ModelFolder) -> str:
     return f"logits: largest difference from those of transformers {difference:.1e} (must be below {TOLERANCE:g})"
 
 
-def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+def generate(folder: Path, prompt: str, chat: bool, tokens: int, temperature: float, seed: int) -> None:
     """Print `prompt` and up to `tokens` tokens that transformers generates, until the model's context is full.
 
     The tokens are drawn; with temperature 0 they are the most likely ones.
+
+    Args:
+        chat: whether the prompt is a user's message, which the chat template writes.
 
     Raises UserError where transformers cannot load the folder, or generate.
     """
@@ -146,6 +149,9 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         tokenizer = load_folder(folder)
         generator = pipeline("text-generation", _loaded(folder), tokenizer=tokenizer)
         text = prompt or tokenizer.eos_token  # a document begins after the end of another
+        if chat:
+            asked = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         # A chat template writes BOS itself.
         has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         read = len(tokenizer(text, add_special_tokens=not has_bos).input_ids)

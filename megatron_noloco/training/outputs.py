@@ -131,6 +131,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     config, start, training = prepared.config, joined.start, prepared.config.training
     validation, method = joined.validation, config.noloco
     program, run = _program(), shlex.quote(training.output_dir)
+    prompt = '--prompt ""' if config.data.sft_data_path is None else '--chat --prompt "..."'
     facts = RunFacts(
         unigram_entropy=joined.data.unigram_entropy,
         validated_on=f"{sum(map(len, validation))} of {sum(source.available for source in validation)}",
@@ -141,7 +142,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_commands=(
             f"{program} report {run}",
-            f'{program} generate {run} --prompt ""',
+            f"{program} generate {run} {prompt}",
             f"{program} export {run} --output trained-model",
         ),
     )

@@ -35,6 +35,7 @@ from megatron_noloco.huggingface.whole_model import check_room
 from megatron_noloco.model.families import Parameter, architecture_of, table_of
 from megatron_noloco.preflight import newcomer
 from megatron_noloco.preflight.inviting import keys_of_inviter
+from tests.kit.chats import TEMPLATE
 from tests.kit.configs import SMALLEST
 from tests.kit.faults import full_disk
 from tests.kit.golden import check
@@ -535,6 +536,15 @@ def test_so_many_tokens_are_generated(model_of_bytes: Path, tokens: int, expecte
     assert code == 0
     assert text.startswith("the")
     assert len(text.removesuffix("\n")) == 3 + expected
+
+
+def test_a_model_answers_a_message(model_of_bytes: Path) -> None:
+    command = ["generate", str(model_of_bytes), "--chat", "--prompt", "the", "--tokens", "2"]
+    assert "chat_template" in refusal_of(*command)
+    (model_of_bytes / "chat_template.jinja").write_text(TEMPLATE)
+    code, text, _ = call(*command)
+    assert code == 0
+    assert text.startswith("<user>the\n<assistant>")
 
 
 def test_what_of_a_folder_is_not_evaluated_is_said(
