@@ -155,11 +155,15 @@ def generate(folder: Path, prompt: str, chat: bool, tokens: int, temperature: fl
         # A chat template writes BOS itself.
         has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         read = len(tokenizer(text, add_special_tokens=not has_bos).input_ids)
-        room = generator.model.config.max_position_embeddings - read
+        context = generator.model.config.max_position_embeddings
+        if read >= context:
+            raise UserError(
+                f"--prompt: {read} tokens, and the model's context has {context}; give a shorter text"
+            )
         generator(
             text,
             add_special_tokens=not has_bos,
-            max_new_tokens=max(1, min(tokens, room)),
+            max_new_tokens=min(tokens, context - read),
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
         )

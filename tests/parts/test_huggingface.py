@@ -538,6 +538,11 @@ def test_so_many_tokens_are_generated(model_of_bytes: Path, tokens: int, expecte
     assert len(text.removesuffix("\n")) == 3 + expected
 
 
+def test_a_prompt_that_fills_the_context_is_refused(model_of_bytes: Path) -> None:
+    line = refusal_of("generate", model_of_bytes, "--prompt", 32 * "a")
+    assert line == "--prompt: 32 tokens, and the model's context has 32; give a shorter text"
+
+
 def test_a_model_answers_a_message(model_of_bytes: Path) -> None:
     command = ["generate", str(model_of_bytes), "--chat", "--prompt", "the", "--tokens", "2"]
     assert "chat_template" in refusal_of(*command)
