@@ -126,7 +126,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _report(dataset: "IndexedDataset", tokenizer: "Tokenizer", samples: int) -> Iterator[str]:
-    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents."""
+    """Yield lines that describe an indexed dataset, then one line for each of its first `samples` documents.
+
+    Of records whose answers are learnt apart, a line for each of the first sequences.
+    """
     import numpy as np
 
     bounds = dataset.document_bounds
@@ -138,9 +141,15 @@ def _report(dataset: "IndexedDataset", tokenizer: "Tokenizer", samples: int) -> 
         f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
-    for number in range(min(samples, len(lengths))):
-        document = dataset.part(*bounds[number : number + 2])
-        tokens = document.tokens[: _PREVIEW_TOKENS if document.mask is None else _PREVIEW_LEARNT]
+    shown_of_each, shown_tokens = (1, _PREVIEW_TOKENS) if dataset.mask is None else (samples, _PREVIEW_LEARNT)
+    places = (
+        (number, place)
+        for number in range(min(samples, len(lengths)))
+        for place in range(*bounds[number : number + 2])[:shown_of_each]
+    )
+    for number, place in places:
+        document = dataset.part(place, place + 1)
+        tokens = document.tokens[:shown_tokens]
         if int(tokens.min(initial=0)) < 0 or int(tokens.max(initial=0)) >= tokenizer.vocab_size:
             ids = " ".join(map(str, tokens[:12]))
             shown = f"tokens {ids} ... (not of this tokenizer: give its own by --tokenizer-model)"
@@ -148,7 +157,8 @@ def _report(dataset: "IndexedDataset", tokenizer: "Tokenizer", samples: int) -> 
             shown = repr(tokenizer.decode(tokens))
         else:
             shown = _with_learnt_marked(tokens, document.mask[: len(tokens)], tokenizer)
-        yield f"document {number}: {shown}"
+        more = "" if len(tokens) == len(document.tokens) else " ..."
+        yield f"document {number}: {shown}{more}"
 
 
 def _with_learnt_marked(tokens: "np.ndarray", mask: "np.ndarray", tokenizer: "Tokenizer") -> str:

@@ -17,14 +17,14 @@ from tests.kit.tokenizers import make_tokenizer
 
 
 def test_inspect_prints_sizes_and_the_first_documents(tmp_path: Path) -> None:
-    texts = ("one", "two\n", "x" * 99)
+    texts = ("x" * 70, "two\n", "x" * 28)
     write_dataset(tmp_path / "p", ([*ByteTokenizer().encode(text), 256] for text in texts))
     assert output_of("data", "inspect", tmp_path / "p", "--samples", "2").splitlines() == [
         f"dataset: {tmp_path / 'p'} (0.0 MB, uint16 tokens)",
         "documents: 3, in 3 sequences",
-        "tokens: 109",
-        "document length: shortest 4, median 5, mean 36.3, longest 100",
-        "document 0: 'one'",
+        "tokens: 105",
+        "document length: shortest 5, median 29, mean 35.0, longest 71",
+        f"document 0: '{'x' * 60}' ...",
         "document 1: 'two\\n'",
     ]
     make_tokenizer(tmp_path)
@@ -51,6 +51,26 @@ def test_inspect_shows_what_is_learnt_of_a_record(tmp_path: Path, monkeypatch: p
     assert output_of(
         "data", "inspect", write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
     ).endswith("document 0: 'a' [learnt: 'b<|endoftext|>']\n")
+
+
+def test_inspect_shows_turns_that_are_learnt_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    last_first = (
+        "{% if loop.last and message['role'] == 'assistant' %}<last>{% endif %}<{{ message['role'] }}>"
+    )
+    template = TEMPLATE.replace("<{{ message['role'] }}>", last_first).replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt %}<last>"
+    )
+    path = write(tmp_path / "a.jsonl", {"messages": CHAT[1:]})
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", template)
+    *_, one, two, note = output_of("data", "inspect", path, "--tokenizer-model", tokenizer).splitlines()
+    assert one == "document 0: '<user>two\\n<last><assistant>' [learnt: 'three four<end>\\n']"
+    assert two.startswith(
+        "document 0: '<user>two\\n<assistant>three four<end>\\n<user>five\\n<last><assistant>' ["
+    )
+    assert note.endswith(
+        "later turns in samples of their own: 1, since the template writes earlier answers otherwise"
+    )
 
 
 @pytest.fixture(scope="module")
