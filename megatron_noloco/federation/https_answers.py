@@ -77,6 +77,8 @@ class Answers:
                 self._mesh.warn(line, is_refusal=True)
             headers = {MEMBER: str(self._mesh.me), DIGESTS: json.dumps(dict(self._digests))}
             return web.json_response({"run": run}, status=409, headers=headers)
+        if self._mesh.statuses.own is None:
+            return _refusal(503, "not ready yet")
         match request.method, *parts[3:]:
             case "GET", "status":
                 return self._tell()
@@ -90,9 +92,8 @@ class Answers:
 
     def _tell(self) -> web.Response:
         """Return what this member knows of all."""
-        own, present = self._mesh.statuses.own, [str(self._mesh.me), *map(str, self._links.present)]
-        if own is None:
-            return _refusal(503, "not ready yet")
+        own, present = self._mesh.statuses.own, [*map(str, self._mesh.members())]
+        assert own is not None
         lines = [signed.line for signed in (own, *self._mesh.statuses.newest())]
         return web.Response(body=b"".join([*lines, json_line({"present": present})]))
 
@@ -107,8 +108,6 @@ class Answers:
         except ValueError as error:
             return _refusal(400, str(error))
         peer = self._links.peer_of(asker)
-        if self._mesh.statuses.own is None:
-            return _refusal(503, "not ready yet")
         if peer is None or peer.signed.status.has_left:
             return _refusal(410, "a later process has your slot, or you have left")
         if not self._links.open(peer, link):

@@ -79,7 +79,7 @@ class HttpsCarrier(Carrier):
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
-        self._links = Links(mesh)
+        self._links = Links(mesh, self.see)
         self._thread.start()
         self._is_open.wait()
 
@@ -87,8 +87,10 @@ class HttpsCarrier(Carrier):
         self._soon(self._publish)
 
     def ask(self, fetch: Fetch) -> None:
-        fetch.when_over.append(lambda: self._soon(self._wish, fetch))
-        self._soon(self._wish, fetch)
+        self._soon(self._wish, fetch.giver)
+
+    def forget(self, fetch: Fetch) -> None:
+        self._soon(self._wish, fetch.giver)
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
         self._soon(self._send, to, name, piece)
@@ -203,7 +205,6 @@ class HttpsCarrier(Carrier):
         """Begin what is possible now, and end what is another's."""
         self._refresh_is_due = False
         self._links.refresh()
-        self.see(self._links.present, self._links.reachable)
         if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
             for peer in self._links.peers.values():
                 if peer.is_due():
@@ -260,7 +261,6 @@ class HttpsCarrier(Carrier):
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]], content: StreamReader) -> None:
         """Take the lines of a link, or of one of its streams, until it ends."""
-        self._refresh_soon()
         async for line in lines:
             link.heard = time.monotonic()
             try:
@@ -276,15 +276,9 @@ class HttpsCarrier(Carrier):
 
     # Pieces
 
-    def _wish(self, fetch: Fetch) -> None:
-        """Have a piece asked for, or not any more."""
-        if (peer := self._links.peer_of(fetch.giver)) is None:
-            return
-        if fetch.outcome is None:
-            peer.asked[fetch.number] = fetch
-        else:
-            peer.asked.pop(fetch.number, None)
-        if peer.link is not None:
+    def _wish(self, giver: Member) -> None:
+        """Have a member told what is asked for of it."""
+        if (peer := self._links.peer_of(giver)) is not None and peer.link is not None:
             peer.link.wake.set()
             self._open_streams(peer.link)
 

@@ -144,7 +144,7 @@ class Seeds:
         for looks in count():
             peers = self._links.peers.values()
             is_linked = any(peer.link is not None and address in peer.addresses for peer in peers)
-            if not is_linked and (not self._links.present or looks % _SELDOM == 0):
+            if not is_linked and (self._is_alone() or looks % _SELDOM == 0):
                 try:
                     await self._meet(address)
                     self._has_answers = True
@@ -171,10 +171,13 @@ class Seeds:
         if (peer := self._links.peer_of(first.member)) is not None:
             peer.seed, peer.dial_at = address, time.monotonic()  # it may not know of this one
 
+    def _is_alone(self) -> bool:
+        return len(self._links.mesh.members()) == 1
+
     def _warn_of_nobody(self) -> None:
         now = time.monotonic()
         reasons = [why for since, why in self._unanswered.values() if now - since >= PATIENCE_SECONDS]
-        if reasons and not self._has_answers and not self._links.present:
+        if reasons and not self._has_answers and self._is_alone():
             self._links.mesh.warn(
                 f"federation.rendezvous: {'; '.join(reasons[:_MOST_NAMED])}; does a job listen there, and is the "
                 "port open?"

@@ -21,13 +21,13 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from megatron_noloco.federation.https_transfers import Transfers, json_line
-from megatron_noloco.federation.mesh import Fetch, Member, Mesh
+from megatron_noloco.federation.mesh import Member, Mesh
 from megatron_noloco.federation.statuses import SignedStatus
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -98,7 +98,6 @@ class Neighbour:
 
     Attributes:
         ends: Unix time after which its certificate is not good.
-        asked: what this member wants of it, by the number of the fetch.
         link: None: there is none.
         unlinked: since when there is no link; when it became known, if there was none.
         grace: seconds after that in which it counts as linked.
@@ -112,7 +111,6 @@ class Neighbour:
 
     def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
         self.member, self.slot, self.ends = signed.member, signed.member.slot, ends
-        self.asked = dict[int, Fetch]()
         self.link: Link | None = None
         self.unlinked, self.grace = time.monotonic(), 0.0
         self.linked = set[Member]()
@@ -162,15 +160,17 @@ class Neighbour:
 class Links:
     """The members as one of them meets them; used by one thread, but for the snapshots.
 
+    Args:
+        see: is told who is there, and with whom pieces pass.
+
     Attributes:
         peers: the latest process of each other slot.
-        present, reachable: snapshots for other threads: each change replaces them.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.statuses = mesh, mesh.statuses
+    def __init__(self, mesh: Mesh, see: Callable[[Set[Member], Set[Member]], object]) -> None:
+        self.mesh, self.statuses, self._see = mesh, mesh.statuses, see
         self.peers = dict[int, Neighbour]()
-        self.present = self.reachable = self._linked = frozenset[Member]()
+        self._linked = frozenset[Member]()
 
     # Statuses
 
@@ -218,7 +218,7 @@ class Links:
         return peer if peer is not None and peer.member == member else None
 
     def open(self, peer: Neighbour, link: Link) -> bool:
-        """Take a link, maybe in the place of an earlier one; return whether it is taken.
+        """Take a link, maybe in the place of an earlier one; return whether it is taken, and its member reached.
 
         Of two that are opened at once both sides keep that of the member that was started later.
         """
@@ -230,10 +230,11 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        link.transfers = Transfers(self.mesh, peer.member, peer.asked, link.wake)
+        link.transfers = Transfers(self.mesh, peer.member, link.wake)
         peer.tries, peer.pauses = 0, pauses()
         link.others.update(self.peers)
         link.wake.set()
+        self.refresh()
         return True
 
     def close(self, link: Link) -> None:
@@ -247,7 +248,7 @@ class Links:
             peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
 
     def refresh(self) -> None:
-        """Take the snapshots anew."""
+        """Say who is there by now."""
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = [peer for peer in self.peers.values() if not peer.has_ended]
@@ -258,7 +259,7 @@ class Links:
         has_lost, self._linked = bool(self._linked - linked), linked
         if has_lost:
             self.publish()
-        self.present, self.reachable = present, reachable
+        self._see(present, reachable)
 
     # Lines
 

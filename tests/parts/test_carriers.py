@@ -121,7 +121,8 @@ def test_a_fetch_waits_may_be_repeated_and_is_refused(join: Join) -> None:
 def test_more_pieces_are_asked_for_than_a_taker_may_await(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.mesh.MOST_WISHES", 4)
+    for module in ("mesh", "https_transfers"):
+        monkeypatch.setattr(f"megatron_noloco.federation.{module}.MOST_WISHES", 4)
     giver, taker = join(0), join(1)
     meet(giver, taker)
     asked = [taker.begin(giver.me, f"later/{number}") for number in range(10)]

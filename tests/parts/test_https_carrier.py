@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -460,17 +461,26 @@ def test_an_absent_member_has_no_wishes(world: World) -> None:
     until(lambda: not one.mesh.offers.takers(""))
 
 
-def test_a_wish_that_was_forgotten_is_looked_at_again(world: World) -> None:
-    """The taker seems to be away, as another carrier sees it, before its link counts."""
+@pytest.mark.parametrize("listens", [True, False])
+def test_who_wishes_over_a_link_is_reached(
+    listens: bool, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its wish could be forgotten, as that of a member that is away, when another carrier looks."""
+    wish, are_reached = mesh.Offers.wish, list[bool]()
+
+    def look(offers: mesh.Offers, name: str, taker: Member) -> "Future[mesh.Piece]":
+        are_reached.append(one.mesh.reaches(taker))
+        return wish(offers, name, taker)
+
     one = world.add(0)
-    other = world.add(1, [one])
-    world.meet()
+    monkeypatch.setattr(mesh.Offers, "wish", look)
+    monkeypatch.setattr(HttpsCarrier, "_refresh_soon", Mock())
+    other = world.add(1, [one], listens=listens)
+    until(lambda: one.me in other.mesh.known())
     fetch = other.mesh.begin(one.me, "a")
-    until(lambda: one.mesh.offers.takers(""))
-    one.mesh.offers.forget(lambda taker: True)
-    until(lambda: one.mesh.offers.takers(""))
-    one.mesh.offer("a", b"content")
-    assert other.result(fetch) == b"content"
+    until(lambda: are_reached)
+    assert are_reached == [True]
+    other.mesh.cancel(fetch)
 
 
 def test_a_suspended_process_loses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1022,9 +1032,10 @@ def test_a_part_does_not_come_on_two_streams_at_once(world: World) -> None:
 
 def test_what_has_come_or_was_refused_is_not_wished_again() -> None:
     """Also before the thread of the links has heard that it is over."""
-    fetches = [mesh.Fetch(Member(1, 1), name, False, False) for name in ("a", "b")]
-    asked = {fetch.number: fetch for fetch in fetches}
-    transfers = Transfers(Mock(), Member(1, 1), asked, Mock())
+    taker = Mesh(Mock(), [], Mock())
+    for name in ("a", "b"):
+        taker.begin(Member(1, 1), name)
+    transfers = Transfers(taker, Member(1, 1), Mock())
     (wish,) = transfers.lines()
     came, refused = json.loads(wish)["wish"]
     asyncio.run(transfers.hear({"piece": int(came), "size": 0, "at": 0}, Mock()))
@@ -1038,7 +1049,7 @@ def test_a_taker_that_has_a_piece_may_wish_for_another() -> None:
     async def body() -> None:
         offers = mesh.Offers(Mock())
         offers.offer("a", mesh.Piece(b"content", None))
-        transfers = Transfers(Mock(offers=offers), Member(1, 1), {}, Mock())
+        transfers = Transfers(Mock(offers=offers, awaited=Mock(return_value={})), Member(1, 1), Mock())
         wishes = {str(number): [f"{number}", False] for number in range(1, mesh.MOST_WISHES)}
         await transfers.hear({"wish": {"0": ["a", False]} | wishes}, Mock())
         await asyncio.sleep(0.1)
