@@ -105,7 +105,10 @@ class Offers:
         return {*wishes}
 
     def withdraw(self, prefix: str) -> None:
-        """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
+        """Remove the pieces whose names begin so, and refuse wishes for them, now and later.
+
+        Nobody reads their memory from then on.
+        """
         with self._lock:
             self._withdrawn.append(prefix)
             gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
@@ -116,7 +119,7 @@ class Offers:
             _settle(wish, RefusedError(_WITHDRAWN))
 
     def release(self, name: str) -> None:
-        """Remove a piece that nobody will ask for again."""
+        """Remove a piece that has arrived where it was to go."""
         with self._lock:
             piece = self._pieces.pop(name, None)
         if piece is not None:
@@ -388,7 +391,7 @@ class Mesh:
     # Pieces
 
     def offer(self, name: str, content: Blob, to: Member | None = None) -> None:
-        """Offer a piece, until it is withdrawn; its memory must not change meanwhile.
+        """Offer a piece, until `offers` withdraws or releases it; its memory must not change meanwhile.
 
         Args:
             to: who fetches it; None: any member may.
@@ -397,14 +400,6 @@ class Mesh:
         takers = self.offers.offer(name, piece)
         if to is not None and to not in takers and (carrier := self._carrier_of(to)) is not None:
             carrier.send(to, name, piece)
-
-    def withdraw(self, prefix: str) -> None:
-        """Withdraw the pieces whose names begin so. Nobody reads their memory from then on."""
-        self.offers.withdraw(prefix)
-
-    def release(self, name: str) -> None:
-        """Forget a piece that has arrived where it was to go."""
-        self.offers.release(name)
 
     def begin(self, giver: Member, name: str, is_sent: bool = False, is_large: bool = False) -> Fetch:
         """Begin to fetch a piece; see `result`, and `Fetch`. A giver that is away is asked when it is back.

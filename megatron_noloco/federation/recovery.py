@@ -166,7 +166,7 @@ class States:
             if state is None:  # the word that there is no state is under way
                 members.mesh.wait(lambda: self._closed, members.mesh.clock() + _CLOSE_SECONDS)
             for taker in takers:
-                members.mesh.release(_asked(taker))
+                members.mesh.offers.release(_asked(taker))
 
     def _pass_on(self, members: Members, taker: Member, base: str, pieces: Iterator[Blob]) -> None:
         """Offer each piece when the taker wants it, until it has all, or wants nothing for a minute."""
@@ -183,11 +183,11 @@ class States:
                 wish = taker, f"{base}{number}"
                 patience.wait(lambda wish=wish: wish in mesh.offers.takers(base))  # type: ignore[misc]
                 mesh.offer(wish[1], piece)
-                mesh.release(f"{base}{number - _WINDOW}")
+                mesh.offers.release(f"{base}{number - _WINDOW}")
         except LostError:
             pass
         finally:
-            mesh.withdraw(base)
+            mesh.offers.withdraw(base)
 
     # To take
 

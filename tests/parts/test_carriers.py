@@ -109,7 +109,7 @@ def test_a_fetch_waits_may_be_repeated_and_is_refused(join: Join) -> None:
     assert taker.fetch(giver.me, "later", SECONDS) == b"content", "it may be repeated"
     asked = taker.begin(giver.me, "old/1")
     until(lambda: giver.offers.takers("old/"))
-    giver.withdraw("old/")
+    giver.offers.withdraw("old/")
     for fetch in (asked, taker.begin(giver.me, "old/2")):
         with pytest.raises(RefusedError, match="was withdrawn"):
             result(taker, fetch)
@@ -175,7 +175,7 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(join: Join) -> None:
         fetch = taker.begin(giver.me, f"large/{number}", is_large=True)
         giver.offer(f"large/{number}", content, to=taker.me)
         until(lambda giver=giver, taker=taker: taker.moved or giver.moved)  # type: ignore[misc]
-        giver.withdraw(f"large/{number}")
+        giver.offers.withdraw(f"large/{number}")
         content[:] = bytes(len(content))
         with suppress(LostError):
             assert result(taker, fetch) == original

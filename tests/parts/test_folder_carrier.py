@@ -99,7 +99,7 @@ def exchange(a: Mesh, b: Mesh, name: str, blobs: list[bytes]) -> None:
     futures = [a.spawn(lambda: one(a, b), "a"), b.spawn(lambda: one(b, a), "b")]
     assert [future.result(SECONDS) == blobs for future in futures] == [True, True]
     for mesh in (a, b):
-        mesh.withdraw(f"{name}/")
+        mesh.offers.withdraw(f"{name}/")
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_a_piece_withdrawn_before_it_is_written_is_refused(
     with monkeypatch.context() as busy:
         busy.setattr(carrier_of(a)._folder, "submit", lambda task, is_bulk=False: tasks.append(task))
         a.offer("last", b"")
-        a.withdraw("last")
+        a.offers.withdraw("last")
     for task in tasks:
         task()
     with pytest.raises(RefusedError, match="was withdrawn"):
@@ -181,7 +181,7 @@ def test_of_a_wish_that_was_answered_nothing_is_kept(join_here: Federation) -> N
     asked = [b.begin(a.me, name) for name in ("offered", "withdrawn", "cancelled")]
     until(lambda: len(a.offers.takers("")) == 3)
     a.offer("offered", b"1")
-    a.withdraw("withdrawn")
+    a.offers.withdraw("withdrawn")
     assert result(b, asked[0]) == b"1"
     b.close()
     until(lambda: not a.offers.takers(""))

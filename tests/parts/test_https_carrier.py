@@ -118,7 +118,7 @@ def exchange(giver: Someone, taker: Someone, name: str, size: int = 100, is_larg
     giver.mesh.offer(name, content, to=taker.me)
     fetch = taker.mesh.begin(giver.me, name, is_large=is_large)
     assert taker.result(fetch) == content
-    giver.mesh.withdraw(name)
+    giver.mesh.offers.withdraw(name)
 
 
 def exchange_all(one: Someone, other: Someone) -> None:
@@ -355,7 +355,7 @@ def test_a_peer_killed_during_a_transfer_leaves_no_noise(
         until(lambda: killed.member.slot in one.mesh.moved)
         killed.kill()
         until(lambda: one.sees(first))
-    one.mesh.withdraw("piece/")
+    one.mesh.offers.withdraw("piece/")
     assert not [record for record in caplog.records if record.name == "asyncio"]
     assert one.carrier.failure is None
 
