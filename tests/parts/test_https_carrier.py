@@ -154,20 +154,6 @@ def test_a_member_that_advertises_a_wrong_address_dials(world: World, slot: int)
     exchange_all(one, other)
 
 
-def test_idle_connections_are_kept_alive_below_350_s(world: World) -> None:
-    """Routers forget a connection that is idle for longer; a round over it would then hang."""
-    first = world.add(0)
-    second = world.add(1, [first], listens=False)
-    world.meet()
-    exchange(first, second, "round/1", 2**20, is_large=True)
-    with https_server._no_fork:  # no other one is added meanwhile
-        opened = [one for one in https_server._sockets if _is_connected(one)]
-    assert len(opened) >= 4, "a link and a stream, both ends"
-    for one in opened:
-        assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 350
-
-
 def test_connections_are_kept_from_piece_to_piece(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new one has a handshake, and is slow at first."""
     opened = list[socket.socket]()
@@ -263,12 +249,6 @@ def test_a_piece_that_has_come_is_sent_once(world: World) -> None:
     assert other.mesh.fetch(one.me, "word") == b"content"
     assert not transfers._unwished
     assert not transfers._told
-
-
-def _is_connected(opened: socket.socket) -> bool:
-    with suppress(OSError):
-        return bool(opened.getpeername())
-    return False
 
 
 @pytest.mark.parametrize("giver_dials", [True, False])
