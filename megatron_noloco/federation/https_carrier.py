@@ -141,7 +141,8 @@ class HttpsCarrier(Carrier):
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         usual = (*CONNECTION_ERRORS, asyncio.InvalidStateError)  # of what comes with a cancellation
-        if isinstance(error, Exception) and not isinstance(error, usual):
+        is_twice = "_call_connection_lost" in context["message"]  # asyncio may end a connection twice
+        if isinstance(error, Exception) and not (isinstance(error, usual) or is_twice):
             self._note_fault(error)
 
     def _note_fault(self, error: Exception) -> None:
