@@ -72,7 +72,6 @@ class HttpsCarrier(Carrier):
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
         self._tasks = set[_Task]()
-        self._refresh_is_due = self._is_closing = False
         self._refused_hosts = set[str]()
 
     # Called from any thread
@@ -122,7 +121,11 @@ class HttpsCarrier(Carrier):
             self._spawn(self._server.accept(self._listener), self._fail)
         self._is_open.set()
         while True:
-            self._refresh()
+            self._links.refresh()
+            for peer in self._links.peers.values():
+                if self.mesh.statuses.own is not None and peer.is_due():  # a link begins with the own status
+                    peer.dialling = self._spawn(self._dial(peer))
+                self._open_streams(peer.link)
             await asyncio.sleep(_TICK_SECONDS)
 
     def _spawn(
@@ -163,9 +166,8 @@ class HttpsCarrier(Carrier):
                 while not self._is_told():
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.05)  # what was written is sent
-        own, self._is_closing = asyncio.current_task(), True
         self._server.close()
-        while left := asyncio.all_tasks() - {own}:
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in left:
                 task.cancel()
             await asyncio.wait(
@@ -195,21 +197,6 @@ class HttpsCarrier(Carrier):
         if self._seeds:
             self._spawn(Seeds(self._links, self._client, self._seeds).look())
             self._seeds = ()
-        self._refresh_soon()
-
-    def _refresh_soon(self) -> None:
-        if not self._refresh_is_due:
-            self._refresh_is_due = True
-            self._loop.call_soon(self._refresh)
-
-    def _refresh(self) -> None:
-        """Begin what is possible now, and end what is another's."""
-        self._refresh_is_due = False
-        self._links.refresh()
-        if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
-            for peer in self._links.peers.values():
-                if peer.is_due():
-                    peer.dialling = self._spawn(self._dial(peer))
 
     async def _dial(self, peer: Neighbour) -> None:
         """Open a link to a member, and hold it until it ends."""
@@ -225,7 +212,8 @@ class HttpsCarrier(Carrier):
         finally:
             peer.dialling, link.task = None, None
             self._links.close(link)
-            self._loop.call_later(0.0 if link.peer else peer.put_off(), self._refresh_soon)
+            if link.peer is None:
+                peer.put_off()
 
     async def _hold(self, link: Link, slot: int, address: str) -> None:
         async with (
@@ -272,8 +260,6 @@ class HttpsCarrier(Carrier):
                 self._links.hear(link, line)
             except MALFORMED:
                 raise ConnectionError("a line is malformed") from None
-            if line:
-                self._refresh_soon()
 
     # Pieces
 
@@ -287,36 +273,22 @@ class HttpsCarrier(Carrier):
         if (peer := self._links.peer_of(to)) is not None and peer.link is not None:
             peer.link.transfers.send(name, piece)
 
-    def _open_streams(self, link: Link) -> None:
-        if not link.is_own or link.is_over:
+    def _open_streams(self, link: Link | None) -> None:
+        """Open the streams that are of use; at each tick also those of a piece that was wished while one ended."""
+        if link is None or not link.is_own or link.is_over:
             return
         for _ in range(link.transfers.streams() - len(link.streams)):
             task = self._spawn(self._stream(link))
             link.streams.add(task)
-            task.add_done_callback(partial(self._stream_over, link))
-
-    def _stream_over(self, link: Link, task: _Task) -> None:
-        link.streams.discard(task)
-        self._open_streams(link)  # a piece may have been wished while it ended
+            task.add_done_callback(link.streams.discard)
 
     async def _stream(self, link: Link) -> None:
         """Carry large pieces of a link, until there was nothing to carry for long; an error ends the link."""
-        peer, transfers = link.peer, link.transfers
+        peer, texts = link.peer, link.transfers.texts(lambda: link.is_over, _IDLE_SECONDS)
         assert peer is not None
-        is_open = asyncio.Event()  # it was answered, and may have more to say
-
-        async def texts() -> AsyncIterator[bytes]:
-            async for text in transfers.texts(lambda: link.is_over, _IDLE_SECONDS):
-                yield text
-                await is_open.wait()
-            is_open.clear()
-
         try:
-            async with self._opened("stream", peer.slot, peer.address, texts()) as answer:
-                is_open.set()
+            async with self._opened("stream", peer.slot, peer.address, texts) as answer:
                 await self._hear(link, lines_of(answer.content, None), answer.content)
-            if is_open.is_set():
-                raise ConnectionError("the other side has ended it")
         except Exception as error:
             link.end()
             if not isinstance(error, CONNECTION_ERRORS):

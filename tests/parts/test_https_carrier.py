@@ -452,9 +452,11 @@ def test_who_wishes_over_a_link_is_reached(
         are_reached.append(one.mesh.reaches(taker))
         return wish(offers, name, taker)
 
-    one = world.add(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(https_carrier, "_TICK_SECONDS", 1000.0)
+        one = world.add(0)
+        time.sleep(0.5)
     monkeypatch.setattr(mesh.Offers, "wish", look)
-    monkeypatch.setattr(HttpsCarrier, "_refresh_soon", Mock())
     other = world.add(1, [one], listens=listens)
     until(lambda: one.me in other.mesh.known())
     fetch = other.mesh.begin(one.me, "a")
@@ -684,9 +686,9 @@ def test_a_seed_to_which_there_is_a_link_is_asked_no_more(
     world.members.append(other)
     world.meet()
     until(lambda: other.carrier._links.peers[0].link)
+    time.sleep(0.5)  # what was asked before is answered
     monkeypatch.setattr(Answers, "_tell", Mock(side_effect=ZeroDivisionError))
     time.sleep(1.0)
-    time.sleep(0.5)  # what was asked before is answered
     assert not one.lines
 
 
