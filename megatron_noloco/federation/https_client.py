@@ -43,7 +43,6 @@ CONNECTION_ERRORS = (
     web.RequestPayloadError,
     asyncio.IncompleteReadError,
 )
-_CLOSE_SECONDS = 0.5
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _MOST_NAMED = 3
 _MOST_REASON_BYTES = 2**10
@@ -118,12 +117,7 @@ class Client:
         """End all connections; to be called when no request is under way."""
         await self._session.close()
         for opened in list(self._sockets):  # some wait for the other side to end the encryption
-            with suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                while any(opened.fileno() >= 0 for opened in self._sockets):
-                    await asyncio.sleep(0.001)
+            opened.close()
 
     def _open_socket(self, info: Any) -> socket.socket:
         opened = open_socket(info)

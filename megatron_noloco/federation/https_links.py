@@ -148,7 +148,7 @@ class Neighbour:
 
 
 class Links:
-    """The members as one of them meets them; used by one thread, but for the snapshots.
+    """The members as one of them meets them; used by one thread.
 
     Args:
         see: is told who is there, and with whom pieces pass.
