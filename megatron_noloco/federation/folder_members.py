@@ -248,8 +248,14 @@ class FolderMembers:
         self._look()
         for member, sign in self._to_read():
             self._read(member, sign)
-        self._judge()
-        return len(self._mesh.members()) == 1 and not self._has_strangers
+        return not (self._has_strangers or self._to_read()) and all(map(self._has_left, self._signs))
+
+    def _has_left(self, member: Member) -> bool:
+        """Return whether a member has left, or a later process of its slot; an earlier one of the own is over."""
+        if member.slot == self._mesh.me.slot:
+            return member < self._mesh.me
+        signed = self._statuses.of(member.slot)
+        return signed is not None and signed.status.has_left
 
     # The own sign
 

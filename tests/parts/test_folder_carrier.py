@@ -249,6 +249,18 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
+def test_who_leaves_at_once_leaves_those_alone_that_it_has_not_met(
+    join_here: Federation, folder: Path
+) -> None:
+    """As a job that is refused at its start, before a sign of any other has changed."""
+    (a,) = join_here.of(1)
+    until(lambda: list(folder.rglob(f"{a.me}~*")))
+    marked = folder / RUN_NAME / "to" / str(a.me) / "mark"
+    marked.touch()
+    join_here.join(1).close()
+    assert marked.exists()
+
+
 def test_who_follows_a_killed_member_and_leaves_last_removes_all(join_here: Federation) -> None:
     a, b = join_here.of(2)
     killed = carrier_of(b)
