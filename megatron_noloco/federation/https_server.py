@@ -127,9 +127,7 @@ class Server:
                 random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
 
     def close(self) -> None:
-        """End all connections."""
-        for task in list(self._strangers):
-            task.cancel()
+        """End all connections of members; those of strangers end with their tasks."""
         for connection in list(self.connections):
             if connection.transport is not None:
                 connection.transport.abort()
