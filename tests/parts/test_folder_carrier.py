@@ -249,9 +249,7 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
-def test_who_leaves_at_once_leaves_those_alone_that_it_has_not_met(
-    join_here: Federation, folder: Path
-) -> None:
+def test_who_leaves_at_once_leaves_others_alone(join_here: Federation, folder: Path) -> None:
     """As a job that is refused at its start, before a sign of any other has changed."""
     (a,) = join_here.of(1)
     until(lambda: list(folder.rglob(f"{a.me}~*")))
