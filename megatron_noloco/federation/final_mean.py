@@ -159,7 +159,7 @@ class _Attempt:
             mesh.wait(lambda: False, mesh.clock() + _AGAIN_SECONDS)
             return []
         finally:
-            mesh.withdraw(attempt.base)
+            mesh.offers.withdraw(attempt.base)
         return list(attempt.members)
 
     def _average(self) -> None:
@@ -192,7 +192,7 @@ class _Attempt:
                         fill([theirs], next(sums[child]))
                     check(child, theirs / below[child], own[-1])
                     totals[-1] += theirs
-                    self._mesh.release(f"{attempt.base}mean/{child}/{at - _AHEAD - 1}")
+                    self._mesh.offers.release(f"{attempt.base}mean/{child}/{at - _AHEAD - 1}")
                 if parent != ROOT:
                     self._offer(f"sum/{slot}/{at}", totals[-1], parent)
             if at >= ahead:
@@ -203,7 +203,7 @@ class _Attempt:
                     with self._naming(parent):
                         fill([result], next(means))
                     check(parent, result, vector)
-                    self._mesh.release(f"{attempt.base}sum/{slot}/{at - ahead}")
+                    self._mesh.offers.release(f"{attempt.base}sum/{slot}/{at - ahead}")
                 transfer.hand_out(at - ahead, result)
                 for child in children:
                     self._offer(f"mean/{child}/{at - ahead}", result, child)

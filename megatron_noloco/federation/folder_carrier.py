@@ -134,15 +134,17 @@ class FolderCarrier(Carrier):
 
     def ask(self, fetch: Fetch) -> None:
         if (seal := self._seal_with(fetch.giver)) is None:
-            fetch.carrier = None  # so that it is asked again once its giver is there
             return
         file = self._file_of(seal, fetch.giver, self.mesh.me, fetch.name)
         with self._lock:
             self._watches[file] = _Watch(fetch, seal, time.monotonic() + _EARLY_SECONDS * fetch.is_sent)
-        fetch.when_over.append(lambda: self._forget(file, fetch))
         if fetch.outcome is not None:
-            self._forget(file, fetch)
+            self.forget(fetch)
         self._stir.set()
+
+    def forget(self, fetch: Fetch) -> None:
+        with self._lock:
+            self._watches = {file: watch for file, watch in self._watches.items() if watch.fetch is not fetch}
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
         self._give(to, name, piece)
@@ -218,13 +220,6 @@ class FolderCarrier(Carrier):
         else:
             self.mesh.refuse(giver, name, bytes(content[1:]).decode(errors="replace"))
 
-    def _forget(self, file: str, fetch: Fetch) -> None:
-        """Wait no more for a fetch that is over."""
-        with self._lock:
-            watch = self._watches.get(file)
-            if watch is not None and watch.fetch is fetch:
-                del self._watches[file]
-
     # Wishes
 
     def _write_wishes(self) -> float:
@@ -258,16 +253,16 @@ class FolderCarrier(Carrier):
         """Take a wish of another member; return whether the file is one."""
         found = _WISH.fullmatch(file)
         taker = member_in(found[1]) if found else None
-        if not found or taker is None or (seal := self._seal_with(taker)) is None:
+        if not found or taker is None or taker not in self.reached or not (seal := self._seal_with(taker)):
             return False
         self._unneeded.add(file)
         try:
             sealed = base64.urlsafe_b64decode(found[2] + "=" * (-len(found[2]) % 4))
             name = seal.open(self._place_of_wish(self.mesh.me, taker), sealed).decode()
-        except ValueError:  # is not from whom it claims
+            wish = self.mesh.offers.wish(name, taker)
+        except ValueError:  # is not from whom it claims, or wishes too much
             return False
-
-        self.mesh.offers.wish(name, taker).add_done_callback(partial(self._answer, taker, name))
+        wish.add_done_callback(partial(self._answer, taker, name))
         return True
 
     def _answer(self, taker: Member, name: str, wish: "Future[Piece]") -> None:
@@ -314,14 +309,12 @@ class FolderCarrier(Carrier):
     # Names
 
     def _seal_with(self, member: Member) -> Seal | None:
-        """Return what seals the files between this member and another; None: the other is not there."""
-        if member not in self.reached:
-            return None
+        """Return what seals the files between this member and another; None: a later process has its slot."""
         with self._lock:
             if member not in self._seals:
                 self._seals = {other: seal for other, seal in self._seals.items() if other in self.reached}
                 signed = self.mesh.statuses.of(member.slot)
-                if signed is None or signed.member != member:  # a later process is there by now
+                if signed is None or signed.member != member:
                     return None
                 self._seals[member] = Seal(self._identity.pair_key(signed.certificate))
             return self._seals[member]

@@ -251,30 +251,24 @@ class FolderMembers:
         return not (self._has_strangers or self._to_read()) and all(map(self._has_left, self._signs))
 
     def _has_left(self, member: Member) -> bool:
-        """Return whether a member has left this folder, too: its last sign says so, or a later process has.
-
-        An earlier process of the own slot is over.
-        """
+        """Return whether a member has left, or a later process of its slot; an earlier one of the own is over."""
         if member.slot == self._mesh.me.slot:
             return member < self._mesh.me
-        signed, sign = self._statuses.of(member.slot), self._signs[member]
-        if signed is None or not signed.status.has_left:
-            return False
-        return signed.member > member or sign.number >= signed.number
+        signed = self._statuses.of(member.slot)
+        return signed is not None and signed.status.has_left
 
     # The own sign
 
-    def _make_folders(self) -> bool:
-        """Make the folders that are missing; return whether there were any."""
-        made = [self._folder.store.below(name).create() for name in ("alive", f"to/{self._me}")]
-        return any(made)
+    def _make_folders(self) -> None:
+        """Make the folders that are missing: others that leave remove all."""
+        for name in ("alive", f"to/{self._me}"):
+            self._folder.store.below(name).create()
 
     def _write_sign(self) -> None:
         self._beat_at = time.monotonic() + _BEAT_SECONDS
         if (own := self._statuses.own) is None:
             return
-        if self._make_folders() and not own.status.has_left:  # others that leave remove all
-            self._folder.say(f"{self._folder.url}: another program has removed files of this run")
+        self._make_folders()
         self._beat += 1
         texts = self._me, str(self._beat), str(own.number)
         text = self._text_of(self._me, self._beat)

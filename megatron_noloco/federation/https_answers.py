@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import suppress
 from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader, web
@@ -19,8 +18,7 @@ from megatron_noloco.federation.https_client import (
 from megatron_noloco.federation.https_links import LEASE_SECONDS, Link, Links
 from megatron_noloco.federation.https_server import Connection
 from megatron_noloco.federation.https_transfers import MOST_STREAMS, json_line
-from megatron_noloco.federation.keys import VISITOR
-from megatron_noloco.federation.mesh import PATIENCE_SECONDS, Member
+from megatron_noloco.federation.mesh import PATIENCE_SECONDS
 from megatron_noloco.federation.statuses import SignedStatus
 
 Hear = Callable[[Link, AsyncIterator[Mapping[str, Any]], StreamReader], Coroutine[Any, Any, None]]
@@ -60,7 +58,6 @@ class Answers:
     async def _answered(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _, _ = request.raw_path.partition("?")
         parts = path.split("/")
-        asker = _member_in(request.headers.get(MEMBER, ""))
         connection = request.protocol
         assert isinstance(connection, Connection)
         if request.version < HttpVersion11:
@@ -69,46 +66,44 @@ class Answers:
             return _refusal(404, "no such page")
         if time.time() > connection.ends:
             return _refusal(403, "the certificate's time is over")
-        if asker is None or connection.slot != asker.slot:
-            return _refusal(403, f"the header {MEMBER} must name a member of the certificate's slot")
         if parts[2] != (run := f"{self._mesh.statuses.run:016x}"):
             if DIGESTS in request.headers:  # else a command asks
-                line = difference(self._mesh.statuses, self._digests, request.headers)
+                slot, theirs = str(connection.slot), request.headers[DIGESTS]
+                line = difference(self._mesh.statuses, self._digests, slot, theirs)
                 self._mesh.warn(line, is_refusal=True)
             headers = {MEMBER: str(self._mesh.me), DIGESTS: json.dumps(dict(self._digests))}
             return web.json_response({"run": run}, status=409, headers=headers)
+        if self._mesh.statuses.own is None:
+            return _refusal(503, "not ready yet")
         match request.method, *parts[3:]:
             case "GET", "status":
                 return self._tell()
-            case "PUT", ("link" | "stream") as kind:
-                if self._mesh.is_followed(asker):
-                    return _refusal(410, "a later process has your slot")
-                return await (self._link if kind == "link" else self._stream)(request, asker)
+            case "PUT", "link":
+                return await self._link(request, connection.slot)
+            case "PUT", "stream":
+                return await self._stream(request, connection.slot)
         return _refusal(404, "no such page")
 
     # Statuses
 
     def _tell(self) -> web.Response:
         """Return what this member knows of all."""
-        own, present = self._mesh.statuses.own, [str(self._mesh.me), *map(str, self._links.present)]
-        if own is None:
-            return _refusal(503, "not ready yet")
+        own, present = self._mesh.statuses.own, [*map(str, self._mesh.members())]
+        assert own is not None
         lines = [signed.line for signed in (own, *self._mesh.statuses.newest())]
         return web.Response(body=b"".join([*lines, json_line({"present": present})]))
 
-    async def _link(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
+    async def _link(self, request: web.BaseRequest, slot: int) -> web.StreamResponse:
         """Hold a link that another member opens, until either side ends it."""
         link, lines = Link(is_own=False), lines_of(request.content, LEASE_SECONDS)
         try:
             signed = SignedStatus.parse(await anext(lines, None))
-            if signed.member != asker:
+            if signed.member.slot != slot:
                 raise ValueError("the status is another member's")
             self._links.take(signed)
         except ValueError as error:
             return _refusal(400, str(error))
-        peer = self._links.peer_of(asker)
-        if self._mesh.statuses.own is None:
-            return _refusal(503, "not ready yet")
+        peer = self._links.peer_of(signed.member)
         if peer is None or peer.signed.status.has_left:
             return _refusal(410, "a later process has your slot, or you have left")
         if not self._links.open(peer, link):
@@ -121,9 +116,9 @@ class Answers:
             hearing.cancel()
             self._links.close(link)
 
-    async def _stream(self, request: web.BaseRequest, asker: Member) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, slot: int) -> web.StreamResponse:
         """Carry large pieces of a link that another member has opened, until that one ends it."""
-        peer = self._links.peer_of(asker)
+        peer = self._links.peers.get(slot)
         link = None if peer is None else peer.link
         if link is None or link.is_own or len(link.streams) >= MOST_STREAMS:
             return _refusal(403, "you have opened no link, or too many streams of it")
@@ -159,15 +154,6 @@ async def _answer(request: web.BaseRequest, texts: AsyncIterator[bytes]) -> web.
         async with asyncio.timeout(PATIENCE_SECONDS):  # nobody reads
             await answer.write(text)
     return answer
-
-
-def _member_in(name: str) -> Member | None:
-    """Return the member or the visitor of a name."""
-    slot, _, incarnation = name.partition(".")
-    with suppress(ValueError):
-        member = Member.parse(f"0.{incarnation}" if slot == str(VISITOR) else name)
-        return Member(VISITOR, member.incarnation) if slot == str(VISITOR) else member
-    return None
 
 
 def _refusal(status: int, reason: str) -> web.Response:

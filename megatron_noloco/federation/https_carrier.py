@@ -72,14 +72,13 @@ class HttpsCarrier(Carrier):
         self._thread = threading.Thread(target=self._run_loop, name="federation", daemon=True)
         self._is_open = threading.Event()
         self._tasks = set[_Task]()
-        self._refresh_is_due = self._is_closing = False
         self._refused_hosts = set[str]()
 
     # Called from any thread
 
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
-        self._links = Links(mesh)
+        self._links = Links(mesh, self.see)
         self._thread.start()
         self._is_open.wait()
 
@@ -87,8 +86,10 @@ class HttpsCarrier(Carrier):
         self._soon(self._publish)
 
     def ask(self, fetch: Fetch) -> None:
-        fetch.when_over.append(lambda: self._soon(self._wish, fetch))
-        self._soon(self._wish, fetch)
+        self._soon(self._wish, fetch.giver)
+
+    def forget(self, fetch: Fetch) -> None:
+        self._soon(self._wish, fetch.giver)
 
     def send(self, to: Member, name: str, piece: Piece) -> None:
         self._soon(self._send, to, name, piece)
@@ -120,7 +121,11 @@ class HttpsCarrier(Carrier):
             self._spawn(self._server.accept(self._listener), self._fail)
         self._is_open.set()
         while True:
-            self._refresh()
+            self._links.refresh()
+            for peer in self._links.peers.values():
+                if self.mesh.statuses.own is not None and peer.is_due():  # a link begins with the own status
+                    peer.dialling = self._spawn(self._dial(peer))
+                self._open_streams(peer.link)
             await asyncio.sleep(_TICK_SECONDS)
 
     def _spawn(
@@ -139,7 +144,8 @@ class HttpsCarrier(Carrier):
     def _note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         usual = (*CONNECTION_ERRORS, asyncio.InvalidStateError)  # of what comes with a cancellation
-        if isinstance(error, Exception) and not isinstance(error, usual):
+        is_twice = "_call_connection_lost" in context["message"]  # asyncio may end a connection twice
+        if isinstance(error, Exception) and not (isinstance(error, usual) or is_twice):
             self._note_fault(error)
 
     def _note_fault(self, error: Exception) -> None:
@@ -160,9 +166,8 @@ class HttpsCarrier(Carrier):
                 while not self._is_told():
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.05)  # what was written is sent
-        own, self._is_closing = asyncio.current_task(), True
         self._server.close()
-        while left := asyncio.all_tasks() - {own}:
+        while left := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in left:
                 task.cancel()
             await asyncio.wait(
@@ -192,22 +197,6 @@ class HttpsCarrier(Carrier):
         if self._seeds:
             self._spawn(Seeds(self._links, self._client, self._seeds).look())
             self._seeds = ()
-        self._refresh_soon()
-
-    def _refresh_soon(self) -> None:
-        if not self._refresh_is_due:
-            self._refresh_is_due = True
-            self._loop.call_soon(self._refresh)
-
-    def _refresh(self) -> None:
-        """Begin what is possible now, and end what is another's."""
-        self._refresh_is_due = False
-        self._links.refresh()
-        self.see(self._links.present, self._links.reachable)
-        if self.mesh.statuses.own is not None and not self._is_closing:  # a link begins with the own status
-            for peer in self._links.peers.values():
-                if peer.is_due():
-                    peer.dialling = self._spawn(self._dial(peer))
 
     async def _dial(self, peer: Neighbour) -> None:
         """Open a link to a member, and hold it until it ends."""
@@ -223,7 +212,8 @@ class HttpsCarrier(Carrier):
         finally:
             peer.dialling, link.task = None, None
             self._links.close(link)
-            self._loop.call_later(0.0 if link.peer else peer.put_off(), self._refresh_soon)
+            if link.peer is None:
+                peer.put_off()
 
     async def _hold(self, link: Link, slot: int, address: str) -> None:
         async with (
@@ -260,7 +250,6 @@ class HttpsCarrier(Carrier):
 
     async def _hear(self, link: Link, lines: AsyncIterator[Mapping[str, Any]], content: StreamReader) -> None:
         """Take the lines of a link, or of one of its streams, until it ends."""
-        self._refresh_soon()
         async for line in lines:
             link.heard = time.monotonic()
             try:
@@ -271,20 +260,12 @@ class HttpsCarrier(Carrier):
                 self._links.hear(link, line)
             except MALFORMED:
                 raise ConnectionError("a line is malformed") from None
-            if line:
-                self._refresh_soon()
 
     # Pieces
 
-    def _wish(self, fetch: Fetch) -> None:
-        """Have a piece asked for, or not any more."""
-        if (peer := self._links.peer_of(fetch.giver)) is None:
-            return
-        if fetch.outcome is None:
-            peer.asked[fetch.number] = fetch
-        else:
-            peer.asked.pop(fetch.number, None)
-        if peer.link is not None:
+    def _wish(self, giver: Member) -> None:
+        """Have a member told what is asked for of it."""
+        if (peer := self._links.peer_of(giver)) is not None and peer.link is not None:
             peer.link.wake.set()
             self._open_streams(peer.link)
 
@@ -292,36 +273,22 @@ class HttpsCarrier(Carrier):
         if (peer := self._links.peer_of(to)) is not None and peer.link is not None:
             peer.link.transfers.send(name, piece)
 
-    def _open_streams(self, link: Link) -> None:
-        if not link.is_own or link.is_over:
+    def _open_streams(self, link: Link | None) -> None:
+        """Open the streams that are of use; at each tick also those of a piece that was wished while one ended."""
+        if link is None or not link.is_own or link.is_over:
             return
         for _ in range(link.transfers.streams() - len(link.streams)):
             task = self._spawn(self._stream(link))
             link.streams.add(task)
-            task.add_done_callback(partial(self._stream_over, link))
-
-    def _stream_over(self, link: Link, task: _Task) -> None:
-        link.streams.discard(task)
-        self._open_streams(link)  # a piece may have been wished while it ended
+            task.add_done_callback(link.streams.discard)
 
     async def _stream(self, link: Link) -> None:
         """Carry large pieces of a link, until there was nothing to carry for long; an error ends the link."""
-        peer, transfers = link.peer, link.transfers
+        peer, texts = link.peer, link.transfers.texts(lambda: link.is_over, _IDLE_SECONDS)
         assert peer is not None
-        is_open = asyncio.Event()  # it was answered, and may have more to say
-
-        async def texts() -> AsyncIterator[bytes]:
-            async for text in transfers.texts(lambda: link.is_over, _IDLE_SECONDS):
-                yield text
-                await is_open.wait()
-            is_open.clear()
-
         try:
-            async with self._opened("stream", peer.slot, peer.address, texts()) as answer:
-                is_open.set()
+            async with self._opened("stream", peer.slot, peer.address, texts) as answer:
                 await self._hear(link, lines_of(answer.content, None), answer.content)
-            if is_open.is_set():
-                raise ConnectionError("the other side has ended it")
         except Exception as error:
             link.end()
             if not isinstance(error, CONNECTION_ERRORS):

@@ -34,7 +34,7 @@ from megatron_noloco.federation.statuses import (
     split_address,
 )
 
-MEMBER = "Noloco-Member"  # header with the name of the asking member
+MEMBER = "Noloco-Member"  # header with the name of a member that refuses to answer
 DIGESTS = "Noloco-Digests"  # header with what a job has that asks, or refuses to answer; JSON
 CONNECTION_ERRORS = (
     aiohttp.ClientError,
@@ -43,9 +43,9 @@ CONNECTION_ERRORS = (
     web.RequestPayloadError,
     asyncio.IncompleteReadError,
 )
-_CLOSE_SECONDS = 0.5
 _LOOK_SECONDS, _SELDOM = 1.0, 10
 _MOST_NAMED = 3
+_MOST_REASON_BYTES = 2**10
 
 
 class RefusalError(ConnectionError):
@@ -79,7 +79,6 @@ class Client:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             read_bufsize=READ_BYTES,
-            headers={MEMBER: str(statuses.me)},
             max_field_size=MOST_FIELD_BYTES,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             timeout=ClientTimeout(total=None, sock_connect=PATIENCE_SECONDS, sock_read=PATIENCE_SECONDS),
@@ -103,10 +102,14 @@ class Client:
     async def check(self, answer: ClientResponse) -> None:
         """Raise ConnectionError for an answer other than 200."""
         if answer.status == 409:
-            raise RefusalError(difference(self._statuses, self._digests, answer.headers))
+            slot, _, _ = answer.headers.get(MEMBER, "").partition(".")
+            theirs = answer.headers.get(DIGESTS, "")
+            raise RefusalError(difference(self._statuses, self._digests, slot, theirs))
         if answer.status == 400:
-            reason = (await read_small(answer.content)).decode(errors="replace")
-            raise RefusalError(f"{answer.url.authority} refuses this replica: {reason}")
+            reason = await answer.content.read(_MOST_REASON_BYTES)
+            raise RefusalError(
+                f"{answer.url.authority} refuses this replica: {reason.decode(errors='replace')}"
+            )
         if answer.status != 200:
             raise ConnectionError(f"status {answer.status}")
 
@@ -114,12 +117,7 @@ class Client:
         """End all connections; to be called when no request is under way."""
         await self._session.close()
         for opened in list(self._sockets):  # some wait for the other side to end the encryption
-            with suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                while any(opened.fileno() >= 0 for opened in self._sockets):
-                    await asyncio.sleep(0.001)
+            opened.close()
 
     def _open_socket(self, info: Any) -> socket.socket:
         opened = open_socket(info)
@@ -144,7 +142,7 @@ class Seeds:
         for looks in count():
             peers = self._links.peers.values()
             is_linked = any(peer.link is not None and address in peer.addresses for peer in peers)
-            if not is_linked and (not self._links.present or looks % _SELDOM == 0):
+            if not is_linked and (self._is_alone() or looks % _SELDOM == 0):
                 try:
                     await self._meet(address)
                     self._has_answers = True
@@ -169,12 +167,15 @@ class Seeds:
         with suppress(ValueError):
             self._links.take(first)  # who waits for anybody knows all by now
         if (peer := self._links.peer_of(first.member)) is not None:
-            peer.seed, peer.dial_at = address, time.monotonic()  # it may not know of this one
+            peer.address, peer.dial_at = address, time.monotonic()  # it may not know of this one
+
+    def _is_alone(self) -> bool:
+        return len(self._links.mesh.members()) == 1
 
     def _warn_of_nobody(self) -> None:
         now = time.monotonic()
         reasons = [why for since, why in self._unanswered.values() if now - since >= PATIENCE_SECONDS]
-        if reasons and not self._has_answers and not self._links.present:
+        if reasons and not self._has_answers and self._is_alone():
             self._links.mesh.warn(
                 f"federation.rendezvous: {'; '.join(reasons[:_MOST_NAMED])}; does a job listen there, and is the "
                 "port open?"
@@ -192,12 +193,11 @@ def first_status(line: Mapping[str, Any], me: Member) -> SignedStatus:
     return signed
 
 
-def difference(statuses: Statuses, own: Mapping[str, str], headers: Mapping[str, str]) -> str:
-    """Return a line on in what a job of another run differs, from the headers of its request or answer."""
+def difference(statuses: Statuses, own: Mapping[str, str], slot: str, digests: str) -> str:
+    """Return a line on in what a job of another run differs, from the digests that it sends."""
     theirs = dict[str, Any]()
     with suppress(ValueError):
-        theirs = object_in(headers.get(DIGESTS, ""))
-    slot, _, _ = headers.get(MEMBER, "").partition(".")
+        theirs = object_in(digests)
     return refusal(slot, statuses.me.slot, differences(own, theirs) or "its run")
 
 
@@ -249,14 +249,3 @@ async def lines_of(
         except ValueError:
             raise ConnectionError("a line is no JSON object") from None
         await asyncio.sleep(0)  # many lines at once hold nobody else up
-
-
-async def read_small(content: StreamReader) -> bytes:
-    """Return a small body. Raises ConnectionError for a large one, TimeoutError when it comes too slowly."""
-    text = b""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        async for chunk in content.iter_any():
-            text += chunk
-            if len(text) > MOST_SIGNED_BYTES:
-                raise ConnectionError("the body is too long")
-    return text

@@ -21,13 +21,13 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from megatron_noloco.federation.https_transfers import Transfers, json_line
-from megatron_noloco.federation.mesh import Fetch, Member, Mesh
+from megatron_noloco.federation.mesh import Member, Mesh
 from megatron_noloco.federation.statuses import SignedStatus
 from megatron_noloco.settings import MOST_SLOTS
 
@@ -38,15 +38,6 @@ _TURN_SECONDS = 3.0  # for a member that was started later to open the link
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 2.0  # between two tries
 RARE_SECONDS = 30.0  # between two tries to open a link to a member that was absent for longer than
 _LONG_SECONDS = 300.0
-_LEAST_SECONDS = 1.0  # between two links
-
-
-def pauses() -> Iterator[float]:
-    """Yield the seconds before each next try."""
-    pause = _FIRST_PAUSE
-    while True:
-        yield pause
-        pause = min(2 * pause, _LAST_PAUSE)
 
 
 class Link:
@@ -73,7 +64,7 @@ class Link:
         self.is_own, self.task = is_own, task
         self.peer: Neighbour | None = None
         self.is_over = False
-        self.since = self.heard = time.monotonic()
+        self.heard = time.monotonic()
         self.own: SignedStatus | None = None
         self.known: dict[int, tuple[int, int]] | None = None
         self.others = set[int]()
@@ -98,33 +89,30 @@ class Neighbour:
 
     Attributes:
         ends: Unix time after which its certificate is not good.
-        asked: what this member wants of it, by the number of the fetch.
         link: None: there is none.
         unlinked: since when there is no link; when it became known, if there was none.
         grace: seconds after that in which it counts as linked.
         linked: members to which it has links.
         address: that has answered last; "": none has.
-        seed: an address of the rendezvous at which it has answered.
         dialling: the task that opens a link, or holds it.
         dial_at: when to open a link.
-        tries, pauses: to open a link, since the last one.
+        tries: to open a link, since the last one.
     """
 
     def __init__(self, signed: SignedStatus, ends: float, dial_at: float) -> None:
         self.member, self.slot, self.ends = signed.member, signed.member.slot, ends
-        self.asked = dict[int, Fetch]()
         self.link: Link | None = None
         self.unlinked, self.grace = time.monotonic(), 0.0
         self.linked = set[Member]()
-        self.address = self.seed = ""
+        self.address = ""
         self.dialling: asyncio.Task[None] | None = None
-        self.dial_at, self.tries, self.pauses = dial_at, 0, pauses()
+        self.dial_at, self.tries = dial_at, 0
         self.signed = signed
 
     @property
     def addresses(self) -> list[str]:
         """Where to dial it, the best first."""
-        addresses = [self.address, *self.signed.status.addresses, self.seed]
+        addresses = [self.address, *self.signed.status.addresses]
         return [address for address in dict.fromkeys(addresses) if address]
 
     @property
@@ -149,28 +137,30 @@ class Neighbour:
         is_open = self.link is not None or is_dialling or self.has_ended
         return not is_open and time.monotonic() >= self.dial_at and bool(self.addresses)
 
-    def put_off(self) -> float:
-        """Return the seconds until the next try to open a link: none until all addresses were tried."""
+    def put_off(self) -> None:
+        """Put the next try to open a link off, once all addresses were tried."""
         self.tries += 1
-        seconds = 0.0 if self.tries % max(1, len(self.addresses)) else next(self.pauses)
-        if time.monotonic() - self.unlinked > _LONG_SECONDS:
-            seconds = RARE_SECONDS
+        absent = time.monotonic() - self.unlinked
+        seconds = RARE_SECONDS if absent > _LONG_SECONDS else min(max(absent, _FIRST_PAUSE), _LAST_PAUSE)
+        if self.tries % max(1, len(self.addresses)):
+            seconds = 0.0
         self.dial_at = time.monotonic() + seconds * random.uniform(0.8, 1.2)
-        return self.dial_at - time.monotonic()
 
 
 class Links:
-    """The members as one of them meets them; used by one thread, but for the snapshots.
+    """The members as one of them meets them; used by one thread.
+
+    Args:
+        see: is told who is there, and with whom pieces pass.
 
     Attributes:
         peers: the latest process of each other slot.
-        present, reachable: snapshots for other threads: each change replaces them.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.statuses = mesh, mesh.statuses
+    def __init__(self, mesh: Mesh, see: Callable[[Set[Member], Set[Member]], object]) -> None:
+        self.mesh, self.statuses, self._see = mesh, mesh.statuses, see
         self.peers = dict[int, Neighbour]()
-        self.present = self.reachable = self._linked = frozenset[Member]()
+        self._linked = frozenset[Member]()
 
     # Statuses
 
@@ -218,7 +208,7 @@ class Links:
         return peer if peer is not None and peer.member == member else None
 
     def open(self, peer: Neighbour, link: Link) -> bool:
-        """Take a link, maybe in the place of an earlier one; return whether it is taken.
+        """Take a link, maybe in the place of an earlier one; return whether it is taken, and its member reached.
 
         Of two that are opened at once both sides keep that of the member that was started later.
         """
@@ -230,10 +220,11 @@ class Links:
         if is_first and not link.is_own and peer.dialling is not None:
             peer.dialling.cancel()
         peer.link, link.peer = link, peer
-        link.transfers = Transfers(self.mesh, peer.member, peer.asked, link.wake)
-        peer.tries, peer.pauses = 0, pauses()
+        link.transfers = Transfers(self.mesh, peer.member, link.wake)
+        peer.tries = 0
         link.others.update(self.peers)
         link.wake.set()
+        self.refresh()
         return True
 
     def close(self, link: Link) -> None:
@@ -244,10 +235,11 @@ class Links:
             peer.link, peer.unlinked = None, time.monotonic()
             left = LEASE_SECONDS - (peer.unlinked - link.heard)
             peer.grace = max(0.0, left if peer.addresses else min(left, _GRACE_SECONDS))
-            peer.dial_at = max(peer.unlinked, link.since + _LEAST_SECONDS)
+            peer.dial_at = peer.unlinked
+            self.refresh()
 
     def refresh(self) -> None:
-        """Take the snapshots anew."""
+        """Say who is there by now."""
         for signed in self.statuses.newest():
             self._update(signed.member.slot)
         peers = [peer for peer in self.peers.values() if not peer.has_ended]
@@ -258,7 +250,7 @@ class Links:
         has_lost, self._linked = bool(self._linked - linked), linked
         if has_lost:
             self.publish()
-        self.present, self.reachable = present, reachable
+        self._see(present, reachable)
 
     # Lines
 

@@ -7,7 +7,6 @@ import random
 import resource
 import socket
 import ssl
-import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -27,44 +26,26 @@ MOST_FIELD_BYTES = 2**14  # of a header, such as the digests of a run
 _QUIET = logging.getLogger("megatron_noloco.http")
 _QUIET.disabled = True  # strangers must not write to the terminal
 _OPTIONS = {
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 60,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 10,
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
-    (socket.IPPROTO_TCP, 25): 2**16,  # TCP_NOTSENT_LOWAT, which Python does not name
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): round(1000 * PATIENCE_SECONDS),
+    socket.TCP_NODELAY: 1,
+    25: 2**16,  # TCP_NOTSENT_LOWAT, which Python does not name
+    socket.TCP_USER_TIMEOUT: round(1000 * PATIENCE_SECONDS),
 }
 _sockets = weakref.WeakSet[socket.socket]()
-_no_fork = threading.Lock()  # held while a socket is there and not yet among them
 
 
 def _own(opened: socket.socket) -> None:
     """Set the options of a socket of this process, and have forked children close their copy."""
     _sockets.add(opened)
     opened.setblocking(False)
-    for (level, option), value in _OPTIONS.items():
-        opened.setsockopt(level, option, value)
+    for option, value in _OPTIONS.items():
+        opened.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def open_socket(info: Any) -> socket.socket:
     """Return a socket for an address, as `getaddrinfo` has it."""
-    with _no_fork:
-        opened = socket.socket(*info[:3])
-        _own(opened)
+    opened = socket.socket(*info[:3])
+    _own(opened)
     return opened
-
-
-def _accept(listener: socket.socket) -> tuple[socket.socket, str]:
-    """Return a connection and the host of its other side. Raises OSError."""
-    with _no_fork:
-        accepted, place = listener.accept()
-        try:
-            _own(accepted)
-        except OSError:  # it has ended already
-            accepted.close()
-            raise
-    return accepted, place[0]
 
 
 def _close_copies() -> None:
@@ -72,10 +53,9 @@ def _close_copies() -> None:
     for opened in list(_sockets):
         with suppress(OSError):
             opened.close()
-    _no_fork.release()
 
 
-os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_close_copies)
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class Connection(web.RequestHandler):
@@ -131,31 +111,23 @@ class Server:
         listener.setblocking(False)
         _sockets.add(listener)
         listener.listen(2**12)
-        is_ready = asyncio.Event()
-        loop.add_reader(listener, is_ready.set)
-        try:
-            while True:
-                await is_ready.wait()
-                is_ready.clear()
-                try:
-                    accepted, host = _accept(listener)
-                except (BlockingIOError, ConnectionError):
-                    continue
-                except OSError:  # there are too many open files
-                    await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
-                    continue
-                task = loop.create_task(self._admit(accepted, host))
-                self._strangers.add(task)
-                task.add_done_callback(self._strangers.discard)
-                if len(self._strangers) > _MOST_STRANGERS:
-                    random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
-        finally:
-            loop.remove_reader(listener)
+        while True:
+            await asyncio.sleep(0)  # many at once hold nobody else up
+            try:
+                accepted, place = await loop.sock_accept(listener)
+            except ConnectionError:
+                continue
+            except OSError:  # there are too many open files
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            task = loop.create_task(self._admit(accepted, place[0]))
+            self._strangers.add(task)
+            task.add_done_callback(self._strangers.discard)
+            if len(self._strangers) > _MOST_STRANGERS:
+                random.choice(list(self._strangers)).cancel()  # so that a flood leaves some to members
 
     def close(self) -> None:
-        """End all connections."""
-        for task in list(self._strangers):
-            task.cancel()
+        """End all connections of members; those of strangers end with their tasks."""
         for connection in list(self.connections):
             if connection.transport is not None:
                 connection.transport.abort()
@@ -164,6 +136,7 @@ class Server:
         connection: Connection | None = None
         is_member = False
         try:
+            _own(accepted)
             async with asyncio.timeout(PATIENCE_SECONDS):
                 _, connection = await asyncio.get_running_loop().connect_accepted_socket(
                     self._connect, accepted, ssl=self.identity.server

@@ -41,7 +41,6 @@ MOST_STREAMS = 8  # of a link: where packets are lost, each connection is slow
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)  # of what a line holds
 _PART_BYTES = 2**16
 _MOST_UNWISHED = 16  # pieces that are kept before they are wished
-_AGAIN_SECONDS = 0.25  # until a wish is looked at again that could not be kept
 
 _Queue = dict[int | str, Iterator[bytes]]  # what to send, by number or name
 
@@ -51,15 +50,14 @@ class Transfers:
 
     Args:
         member: the other side.
-        asked: what this member wants of the other, by the number of the fetch; what has an outcome is removed.
         wake: has the lines of the link written.
 
     Attributes:
         has_large: set when there may be something to send on a stream, or a stream is to end.
     """
 
-    def __init__(self, mesh: Mesh, member: Member, asked: dict[int, Fetch], wake: asyncio.Event) -> None:
-        self._mesh, self._member, self._asked, self._wake = mesh, member, asked, wake
+    def __init__(self, mesh: Mesh, member: Member, wake: asyncio.Event) -> None:
+        self._mesh, self._member, self._wake = mesh, member, wake
         self._told = set[int]()
         # Pieces that are coming; whether a missing part, by where it begins, is under way
         self._coming = dict[int | str, tuple[memoryview, dict[int, bool]]]()
@@ -80,13 +78,17 @@ class Transfers:
         large = [fetch for fetch in self._asked.values() if fetch.is_large]
         return min(MOST_STREAMS, len(large) + sum(is_large for _, is_large in self._granting.values()))
 
+    @property
+    def _asked(self) -> dict[int, Fetch]:
+        return self._mesh.awaited(self._member)
+
     # What is written
 
     def lines(self) -> Iterator[bytes]:
         """Yield what is new of the own wishes, and the next part of a small piece."""
-        for fetch in [fetch for fetch in self._asked.values() if fetch.name in self._unwished]:
-            del self._asked[fetch.number]
-            self._mesh.receive(self._member, fetch.name, self._unwished.pop(fetch.name))
+        for fetch in self._asked.values():
+            if (blob := self._unwished.pop(fetch.name, None)) is not None:
+                self._mesh.receive(self._member, fetch.name, blob)
         asked = dict(islice(self._asked.items(), MOST_WISHES))
         if gone := self._told - asked.keys():
             self._told -= gone
@@ -158,7 +160,7 @@ class Transfers:
         elif "refused" in line:
             self._told.discard(line["refused"])
             self._coming.pop(line["refused"], None)
-            if (fetch := self._asked.pop(line["refused"], None)) is not None:
+            if (fetch := self._asked.get(line["refused"])) is not None:
                 self._mesh.refuse(self._member, fetch.name, str(line["why"]))
         elif "unwish" in line:
             for number in line["unwish"]:
@@ -207,24 +209,20 @@ class Transfers:
             self._wake.set()  # it may be wished by now
         else:
             self._told.discard(key)
-            if (fetch := self._asked.pop(key, None)) is not None:
+            if (fetch := self._asked.get(key)) is not None:
                 self._mesh.receive(self._member, fetch.name, blob)
 
-    def _grant(
-        self, number: int, name: str, is_large: bool, earlier: "asyncio.Future[Piece] | None" = None
-    ) -> None:
+    def _grant(self, number: int, name: str, is_large: bool) -> None:
         """Send a piece once it is offered, or why it never comes."""
-        if self._granting.get(number, (None,))[0] is earlier:
+        if number not in self._granting:
             wish = asyncio.wrap_future(self._mesh.offers.wish(name, self._member))
             self._granting[number] = wish, is_large
-            wish.add_done_callback(partial(self._granted, number, name, is_large))
+            wish.add_done_callback(partial(self._granted, number, is_large))
 
-    def _granted(self, number: int, name: str, is_large: bool, wish: "asyncio.Future[Piece]") -> None:
-        if self._granting.get(number, (None,))[0] is not wish:
+    def _granted(self, number: int, is_large: bool, wish: "asyncio.Future[Piece]") -> None:
+        if wish.cancelled() or self._granting.get(number, (None,))[0] is not wish:
             return
-        if wish.cancelled():  # there are too many, or the other side was away
-            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._grant, number, name, is_large, wish)
-        elif (error := wish.exception()) is not None:
+        if (error := wish.exception()) is not None:
             self._push(number, self._refusal(number, error))
         else:
             self._push(number, self._parts(number, wish.result()), is_large)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,7 +26,6 @@ from megatron_noloco.federation.statuses import KEPT_ROUNDS, LONGEST_ROW, MOST_R
 NO_PART = "has no part in this round"
 STOPPED = "a job was asked to stop"
 WORD_SECONDS = 3.0  # for the last word on a round to arrive, before a replica leaves
-_MOST_CHARACTERS = 12_000  # of a status; carriers add some
 _SOON_SECONDS = 5.0  # until rows and the step are published, if nothing else is before
 _LOOK_SECONDS = 1.0
 _LAST_SECONDS = 7 * 86_400.0  # of a member file
@@ -83,11 +82,8 @@ class Members:
     def change(self, **changes: Any) -> None:
         """Publish a change of the status of this replica."""
         with self._lock:
-            self.status = replace(self.status, **changes, step=self.step, rows=[])
-            room = _MOST_CHARACTERS - len(json.dumps(asdict(self.status)))
-            while len(json.dumps(list(self._rows))) > room and self._rows:
-                self._rows.popleft()
-            self.status, self._has_rows = replace(self.status, rows=list(self._rows)), False
+            self.status = replace(self.status, **changes, step=self.step, rows=list(self._rows))
+            self._has_rows = False
             self._published = self.mesh.clock()
             self.mesh.publish(self.status)
 

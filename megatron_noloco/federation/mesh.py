@@ -76,10 +76,6 @@ class Piece:
                 raise RefusedError(_WITHDRAWN)
             return bytes(self._content[start:stop])
 
-    @property
-    def is_withdrawn(self) -> bool:
-        return self._content is None
-
     def withdraw(self) -> None:
         with self._lock:
             self._content = None
@@ -109,7 +105,10 @@ class Offers:
         return {*wishes}
 
     def withdraw(self, prefix: str) -> None:
-        """Remove the pieces whose names begin so, and refuse wishes for them, now and later."""
+        """Remove the pieces whose names begin so, and refuse wishes for them, now and later.
+
+        Nobody reads their memory from then on.
+        """
         with self._lock:
             self._withdrawn.append(prefix)
             gone = [self._pieces.pop(name) for name in list(self._pieces) if name.startswith(prefix)]
@@ -120,7 +119,7 @@ class Offers:
             _settle(wish, RefusedError(_WITHDRAWN))
 
     def release(self, name: str) -> None:
-        """Remove a piece that nobody will ask for again."""
+        """Remove a piece that has arrived where it was to go."""
         with self._lock:
             piece = self._pieces.pop(name, None)
         if piece is not None:
@@ -129,8 +128,7 @@ class Offers:
     def wish(self, name: str, taker: Member) -> "Future[Piece]":
         """Return the piece once it is offered, or RefusedError; a future that is cancelled is forgotten.
 
-        Cancelled already where the taker waits for too many pieces: it may ask again later. So is its earlier wish
-        for the same piece.
+        The earlier wish of a taker for the same piece is cancelled. Raises ValueError where it waits for too many.
         """
         wish, earlier = Future[Piece](), None
         found: Piece | RefusedError | None = None
@@ -139,8 +137,8 @@ class Offers:
                 found = piece if piece.to in (None, taker) else RefusedError(_ANOTHERS)
             elif any(map(name.startswith, self._withdrawn)):
                 found = RefusedError(_WITHDRAWN)
-            elif sum(other == taker for other, _ in self._wishes) >= MOST_WISHES:
-                wish.cancel()
+            elif sum(other == taker and wished != name for other, wished in self._wishes) >= MOST_WISHES:
+                raise ValueError("too many wishes")
             else:
                 earlier = self._wishes.get((taker, name))
                 self._wishes[taker, name] = wish
@@ -199,7 +197,6 @@ class Fetch:
         self.is_sent, self.is_large = is_sent, is_large
         self.carrier: Carrier | None = None
         self.outcome: Blob | LostError | None = None
-        self.when_over: list[Callable[[], None]] = []
 
 
 class Carrier(ABC):
@@ -240,7 +237,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def ask(self, fetch: Fetch) -> None:
-        """Have `mesh.receive` or `mesh.refuse` called. End when the fetch has an outcome (`when_over`)."""
+        """Have `mesh.receive` or `mesh.refuse` called."""
+
+    def forget(self, fetch: Fetch) -> None:  # noqa: B027
+        """End what `ask` has begun, if it has: the fetch has an outcome."""
 
     @abstractmethod
     def send(self, to: Member, name: str, piece: Piece) -> None:
@@ -391,7 +391,7 @@ class Mesh:
     # Pieces
 
     def offer(self, name: str, content: Blob, to: Member | None = None) -> None:
-        """Offer a piece, until it is withdrawn; its memory must not change meanwhile.
+        """Offer a piece, until `offers` withdraws or releases it; its memory must not change meanwhile.
 
         Args:
             to: who fetches it; None: any member may.
@@ -400,14 +400,6 @@ class Mesh:
         takers = self.offers.offer(name, piece)
         if to is not None and to not in takers and (carrier := self._carrier_of(to)) is not None:
             carrier.send(to, name, piece)
-
-    def withdraw(self, prefix: str) -> None:
-        """Withdraw the pieces whose names begin so. Nobody reads their memory from then on."""
-        self.offers.withdraw(prefix)
-
-    def release(self, name: str) -> None:
-        """Forget a piece that has arrived where it was to go."""
-        self.offers.release(name)
 
     def begin(self, giver: Member, name: str, is_sent: bool = False, is_large: bool = False) -> Fetch:
         """Begin to fetch a piece; see `result`, and `Fetch`. A giver that is away is asked when it is back.
@@ -487,9 +479,10 @@ class Mesh:
             self.wake()
         return is_new
 
-    def awaits(self, giver: Member, name: str) -> bool:
-        """Return whether a piece is asked for."""
-        return (giver, name) in self._fetches
+    def awaited(self, giver: Member) -> dict[int, Fetch]:
+        """Return what is asked for of a member, by number, the earliest first."""
+        with self._changed:
+            return {fetch.number: fetch for fetch in self._fetches.values() if fetch.giver == giver}
 
     def receive(self, giver: Member, name: str, blob: Blob) -> None:
         """Take a piece that has come; one that nobody waits for is dropped."""
@@ -567,8 +560,8 @@ class Mesh:
             fetch = self._fetches.pop((giver, name), None)
         if fetch is not None:
             fetch.outcome = outcome
-            while fetch.when_over:
-                fetch.when_over.pop()()
+            for carrier in self.carriers:
+                carrier.forget(fetch)
             self.wake()
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from megatron_noloco.errors import UserError, prefix_errors_with
 from megatron_noloco.federation.folder_carrier import FolderCarrier
@@ -27,12 +25,14 @@ from megatron_noloco.settings import TCP
 PLACES = "with a HOST that is a name, an IPv4 address, or an IPv6 address in [], and a PORT from 1 to 65535"
 ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
 _ANY = "*"
-_PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _FIRST_SECONDS = 5.0  # to learn whether an earlier process of this slot had a later number
-_FREE_PORT = "; end the process that has it, or choose another port; port 0 takes any that is free"
-_NO_ADDRESS = "; it must be an address of this host, or * for all"
+_FREE_PORT = (
+    "end the process that has it, or choose another port (port 0 takes any that is free); if it is this process, "
+    "close() what attach returned before, and attach several models, such as those of a GAN, at once, as one "
+    "torch.nn.ModuleDict"
+)
+_NO_ADDRESS = "it must be an address of this host, or * for all"
 _BACKLOG = 1024
-_LISTENERS = WeakSet[socket.socket]()  # of this process
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Network:
         with ExitStack() as opened:
             listener = None
             if self.listen is not None:
-                listener = opened.enter_context(closing(self._listening(self.listen, me.slot)))
+                listener = opened.enter_context(closing(_listening(self.listen)))
             carriers: list[Carrier] = [HttpsCarrier(self.digests, listener, self.seeds)]
             if self.folder is not None:
                 carriers.append(FolderCarrier(self.folder, self.digests))
@@ -111,29 +111,6 @@ class Network:
         if host in ("0.0.0.0", "::"):
             host = reachable_address([split_address(seed)[0] for seed in self.seeds])
         return [address_of(host, port)]
-
-    def _listening(self, place: str, slot: int) -> socket.socket:
-        """Listen; waits for a port that a job holds which was killed. Raises UserError."""
-        host, port = split_address(place)
-        deadline, told = time.monotonic() + _PORT_SECONDS, False
-        while True:
-            try:
-                return listening(host, port)
-            except OSError as error:
-                why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-                problem = f"federation.listen: cannot listen at {TCP}{place}: {why}"
-                if error.errno == errno.EADDRINUSE and any(_port_of(one) == port for one in _LISTENERS):
-                    raise UserError(
-                        f"{problem}, by this process: close() what attach returned before; attach several models, "
-                        "such as those of a GAN, at once, as one torch.nn.ModuleDict"
-                    ) from None
-                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    remedy = _FREE_PORT if error.errno == errno.EADDRINUSE else _NO_ADDRESS
-                    raise UserError(problem + remedy) from None
-                if not told:
-                    sys.stderr.write(f"replica {slot}: {problem}; trying for {_PORT_SECONDS} s\n")
-                    told = True
-                time.sleep(0.2)
 
 
 def seeds_in(text: str) -> list[str]:
@@ -222,10 +199,14 @@ def listening(host: str, port: int) -> socket.socket:
     place: Any = ("", port)
     if host != _ANY:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    made = socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-    _LISTENERS.add(made)
-    return made
+    return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
-def _port_of(listener: socket.socket) -> int:
-    return listener.getsockname()[1] if listener.fileno() >= 0 else -1
+def _listening(place: str) -> socket.socket:
+    """Listen at "HOST:PORT". Raises UserError."""
+    try:
+        return listening(*split_address(place))
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        remedy = _FREE_PORT if error.errno == errno.EADDRINUSE else _NO_ADDRESS
+        raise UserError(f"federation.listen: cannot listen at {TCP}{place}: {why}; {remedy}") from None

@@ -166,7 +166,7 @@ class States:
             if state is None:  # the word that there is no state is under way
                 members.mesh.wait(lambda: self._closed, members.mesh.clock() + _CLOSE_SECONDS)
             for taker in takers:
-                members.mesh.release(_asked(taker))
+                members.mesh.offers.release(_asked(taker))
 
     def _pass_on(self, members: Members, taker: Member, base: str, pieces: Iterator[Blob]) -> None:
         """Offer each piece when the taker wants it, until it has all, or wants nothing for a minute."""
@@ -183,11 +183,11 @@ class States:
                 wish = taker, f"{base}{number}"
                 patience.wait(lambda wish=wish: wish in mesh.offers.takers(base))  # type: ignore[misc]
                 mesh.offer(wish[1], piece)
-                mesh.release(f"{base}{number - _WINDOW}")
+                mesh.offers.release(f"{base}{number - _WINDOW}")
         except LostError:
             pass
         finally:
-            mesh.withdraw(base)
+            mesh.offers.withdraw(base)
 
     # To take
 
@@ -222,44 +222,32 @@ class States:
         None: there is no state to take, or this job is to stop. A giver that is lost may come back for a minute.
         """
         assert self._members is not None
-        members, mesh, asked = self._members, self._members.mesh, dict[int, tuple[Fetch, Patience]]()
-        more_at, until = -math.inf, mesh.clock() + _TURN_SECONDS
+        members, mesh, asked = self._members, self._members.mesh, dict[Member, Fetch]()
+        until, more_at, reached_at = mesh.clock() + _TURN_SECONDS, -math.inf, -math.inf
         try:
-            while not members.is_leaving:
-                slots = self._givers(least, {*given_up, *asked})
-                is_waiting = any(mesh.reaches(fetch.giver) for fetch, _ in asked.values())
-                if slots and not (is_waiting and mesh.clock() < more_at):
-                    slot, member = next(iter(slots.items()))
-                    more_at = mesh.clock() + _ASK_SECONDS
-                    patience = Patience(
-                        mesh, member, end_by=lambda: until, seconds=math.inf, absent_seconds=_BACK_SECONDS
-                    )
-                    asked[slot] = mesh.begin(member, _asked(mesh.me)), patience
+            while not members.is_leaving and (at := mesh.clock()) < until:
+                if is_waiting := any(map(mesh.reaches, asked)):
+                    reached_at = at
+                givers = [giver for giver in self._givers(least, given_up) if giver not in asked]
+                if givers and not (is_waiting and at < more_at):
+                    asked[givers[0]] = mesh.begin(givers[0], _asked(mesh.me))
+                    more_at, reached_at = at + _ASK_SECONDS, at
                     if members.status.phase == "training":  # or a giver could wait for this replica
                         members.go_on(-1, "behind")
-                if not asked:
+                elif not any(map(mesh.may_come, asked)) or at > reached_at + _BACK_SECONDS:
                     return None
-                mesh.wait(
-                    lambda: any(fetch.outcome is not None for fetch, _ in asked.values()), mesh.clock() + 1.0
-                )
-                for slot, (fetch, patience) in list(asked.items()):
+                mesh.wait(lambda: any(fetch.outcome is not None for fetch in asked.values()), at + 1.0)
+                for giver, fetch in asked.items():
                     if fetch.outcome is not None:
                         self._answer = fetch.outcome
-                        return fetch.giver
-                    try:
-                        patience.check()
-                    except LostError:
-                        if mesh.reaches(fetch.giver):
-                            self._answer = LostError("its turn does not come")
-                            return fetch.giver
-                        mesh.cancel(asked.pop(slot)[0])
+                        return giver
             return None
         finally:
-            for fetch, _ in asked.values():
+            for fetch in asked.values():
                 mesh.cancel(fetch)
 
-    def _givers(self, least: int, given_up: Collection[int]) -> dict[int, Member]:
-        """Return the members that have a state to give, by slot: the furthest first, of several the next one."""
+    def _givers(self, least: int, given_up: Collection[int]) -> list[Member]:
+        """Return the members that have a state to give: the furthest first, of several the next one."""
         assert self._members is not None
         peers = {slot: peer for slot, peer in self._members.peers().items() if peer.reached}
         steps = {slot: peer.status.step for slot, peer in peers.items()}
@@ -267,7 +255,7 @@ class States:
             steps = {slot: step for slot, step in steps.items() if step <= self._steps}
         found = furthest(steps, self._members.slot, least, given_up)
         found.sort(key=lambda slot: not peers[slot].status.mean.final)  # where there is a final model, that
-        return {slot: peers[slot].member for slot in found}
+        return [peers[slot].member for slot in found]
 
     def _read(self, least: int) -> Offer:
         """Return the offer that has come; raises NotTakenError where it is none. On the leader."""

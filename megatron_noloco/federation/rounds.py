@@ -398,7 +398,7 @@ class _Round:
             self._say(name + "verdict", bool(is_yes), error)
         in_doubt = has_mean and is_yes is None and not decides
         mesh.cancel(word)
-        mesh.withdraw(name + "b/")
+        mesh.offers.withdraw(name + "b/")
         if in_doubt:
             self._replica.ledger.doubts.append(_Doubt(mesh, self._number, self._partner))
         self._members.end_round(self._number)
@@ -490,7 +490,7 @@ class _Round:
                     start(at + lead)
                 if phase == large_phase and fetch is not None:
                     for sent in range(self._coding.phases):  # the partner had it when it sent this piece
-                        mesh.release(f"{name}b/{at - 1 - (1 - large_phase + sent) * ahead}/{sent}")
+                        mesh.offers.release(f"{name}b/{at - 1 - (1 - large_phase + sent) * ahead}/{sent}")
         finally:
             for left in fetches.values():
                 mesh.cancel(left)
@@ -504,7 +504,7 @@ class _Round:
         self._mesh.offer(name, word, self._partner)
         words.append(name)
         while len(words) > _REMEMBERED + len(self._replica.movement.intervals):
-            self._mesh.withdraw(words.popleft())
+            self._mesh.offers.withdraw(words.popleft())
 
     def _is_past(self) -> bool:
         """Return whether the partner will not begin this round any more."""

@@ -109,7 +109,7 @@ def test_a_fetch_waits_may_be_repeated_and_is_refused(join: Join) -> None:
     assert taker.fetch(giver.me, "later", SECONDS) == b"content", "it may be repeated"
     asked = taker.begin(giver.me, "old/1")
     until(lambda: giver.offers.takers("old/"))
-    giver.withdraw("old/")
+    giver.offers.withdraw("old/")
     for fetch in (asked, taker.begin(giver.me, "old/2")):
         with pytest.raises(RefusedError, match="was withdrawn"):
             result(taker, fetch)
@@ -121,7 +121,8 @@ def test_a_fetch_waits_may_be_repeated_and_is_refused(join: Join) -> None:
 def test_more_pieces_are_asked_for_than_a_taker_may_await(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_noloco.federation.mesh.MOST_WISHES", 4)
+    for module in ("mesh", "https_transfers"):
+        monkeypatch.setattr(f"megatron_noloco.federation.{module}.MOST_WISHES", 4)
     giver, taker = join(0), join(1)
     meet(giver, taker)
     asked = [taker.begin(giver.me, f"later/{number}") for number in range(10)]
@@ -174,7 +175,7 @@ def test_nobody_reads_memory_of_a_withdrawn_piece(join: Join) -> None:
         fetch = taker.begin(giver.me, f"large/{number}", is_large=True)
         giver.offer(f"large/{number}", content, to=taker.me)
         until(lambda giver=giver, taker=taker: taker.moved or giver.moved)  # type: ignore[misc]
-        giver.withdraw(f"large/{number}")
+        giver.offers.withdraw(f"large/{number}")
         content[:] = bytes(len(content))
         with suppress(LostError):
             assert result(taker, fetch) == original

@@ -99,7 +99,7 @@ def exchange(a: Mesh, b: Mesh, name: str, blobs: list[bytes]) -> None:
     futures = [a.spawn(lambda: one(a, b), "a"), b.spawn(lambda: one(b, a), "b")]
     assert [future.result(SECONDS) == blobs for future in futures] == [True, True]
     for mesh in (a, b):
-        mesh.withdraw(f"{name}/")
+        mesh.offers.withdraw(f"{name}/")
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_a_piece_withdrawn_before_it_is_written_is_refused(
     with monkeypatch.context() as busy:
         busy.setattr(carrier_of(a)._folder, "submit", lambda task, is_bulk=False: tasks.append(task))
         a.offer("last", b"")
-        a.withdraw("last")
+        a.offers.withdraw("last")
     for task in tasks:
         task()
     with pytest.raises(RefusedError, match="was withdrawn"):
@@ -181,7 +181,7 @@ def test_of_a_wish_that_was_answered_nothing_is_kept(join_here: Federation) -> N
     asked = [b.begin(a.me, name) for name in ("offered", "withdrawn", "cancelled")]
     until(lambda: len(a.offers.takers("")) == 3)
     a.offer("offered", b"1")
-    a.withdraw("withdrawn")
+    a.offers.withdraw("withdrawn")
     assert result(b, asked[0]) == b"1"
     b.close()
     until(lambda: not a.offers.takers(""))
@@ -249,6 +249,16 @@ def test_nothing_is_left_by_members_that_leave(federation: Federation) -> None:
     assert federation.lines == []
 
 
+def test_who_leaves_at_once_leaves_others_alone(join_here: Federation, folder: Path) -> None:
+    """As a job that is refused at its start, before a sign of any other has changed."""
+    (a,) = join_here.of(1)
+    until(lambda: list(folder.rglob(f"{a.me}~*")))
+    marked = folder / RUN_NAME / "to" / str(a.me) / "mark"
+    marked.touch()
+    join_here.join(1).close()
+    assert marked.exists()
+
+
 def test_who_follows_a_killed_member_and_leaves_last_removes_all(join_here: Federation) -> None:
     a, b = join_here.of(2)
     killed = carrier_of(b)
@@ -266,26 +276,12 @@ def test_who_leaves_when_all_is_removed_blames_nobody(join_here: Federation, fol
     a, b = join_here.of(2)
     for mesh in (a, b):
         mesh.publish(PeerStatus(phase="left"))
-    until(lambda: carrier_of(a)._members._has_left(b.me))
+    until(lambda: b.me not in a.members())
     a.close()
     assert not list(folder.rglob("*~*"))
     b.close()
     assert join_here.store().names() == []
     assert join_here.lines == []
-
-
-def test_who_has_left_elsewhere_still_uses_the_folder(join_here: Federation, folder: Path) -> None:
-    """As where members also meet by HTTPS, and there the last status comes at once."""
-    a, b = join_here.of(2)
-    leaving = carrier_of(b)
-    leaving._closing.set()
-    leaving._thread.join()
-    b.statuses.sign(PeerStatus(phase="left"))
-    assert b.statuses.own is not None
-    assert a.take(b.statuses.own)
-    a.close()
-    assert list((folder / RUN_NAME / "alive").glob(f"{b.me}~*"))
-    leaving._folder.finish(time.monotonic() + SECONDS)
 
 
 def test_a_piece_that_nobody_wants_is_removed(
@@ -443,8 +439,6 @@ def test_a_store_that_fails_for_a_while_is_named_once(
 def test_a_folder_that_was_removed_is_made_again(join_here: Federation, folder: Path) -> None:
     a, b = join_here.of(2)
     shutil.rmtree(folder)
-    until(lambda: join_here.lines)
-    assert "another program has removed files of this run" in join_here.lines[0]
     exchange(a, b, "later", [b"1", bytes(10**6)])
     know_each_other(a, b, join_here.join(2))
 

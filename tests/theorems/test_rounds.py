@@ -171,7 +171,7 @@ def test_a_partner_that_withdraws_its_vector_gave_up() -> None:
         members: Members = replica.partners.members  # type: ignore[union-attr]
         if slot == 0:
             members.begin_round(0, 1)
-            members.mesh.withdraw("round/0/b/")
+            members.mesh.offers.withdraw("round/0/b/")
             return pause(members.mesh, 60.0)
         return take_part(replica, vectors()[1], 0).report.missed
 
