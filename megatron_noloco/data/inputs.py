@@ -46,7 +46,8 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
             found += _standard_library()
             continue
         given = Path(place).expanduser()
-        paths = [given] if given.exists() else list(map(Path, sorted(glob(str(given)))))
+        matching = [given] if given.exists() else map(Path, sorted(glob(str(given))))
+        paths = [path for path in matching if path.exists()]
         if not paths:
             prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")

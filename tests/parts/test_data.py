@@ -302,6 +302,7 @@ class TestCorpus:
         ("TinyStories-train.txt TinyStories-valid.txt", "train (1), valid (1)"),
         ("train/data.jsonl test/data.jsonl", "test (1), train (1)"),  # a DatasetDict
         ("a.py test_a.py", ""),
+        ("c4-train.00000-of-2.json more.jsonl", ""),
     ])  # fmt: skip
     def test_what_is_not_for_training_is_named(self, names: str, splits: str, tmp_path: Path) -> None:
         """Who trains on all of them trains on the test data, too."""
@@ -312,6 +313,13 @@ class TestCorpus:
             (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
         note = f"; files of several splits are read: {splits}" if splits else ""
         assert load(str(tmp_path), "1").notes == note
+
+    def test_a_pattern_takes_some_files_of_a_folder(self, tmp_path: Path) -> None:
+        for name in ("train_sft-0.jsonl", "train_sft-1.jsonl", "test_sft-0.jsonl"):
+            (tmp_path / name).write_text('{"text": "a"}\n')
+        assert load(f"{tmp_path}/train_sft-*", "1").files == 2
+        with pytest.raises(ValueError, match=r"no file or folder at .*/valid-\*"):
+            load(f"{tmp_path}/valid-*", "1")
 
     def test_a_small_text_beside_rows_stays_whole(self, tmp_path: Path) -> None:
         (tmp_path / "README.md").write_text("what is in here")
