@@ -117,10 +117,8 @@ def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.opening import open_any
 
     tokenizer = build_tokenizer(_tokenizer(args, prepend_bos=None))  # as a config of `import`
-    if Path(f"{args.data}.idx").exists() or not Path(args.data).exists():
-        dataset = read_indexed(args.data)
-    else:
-        dataset = open_any(args.data, tokenizer)
+    is_dataset = Path(f"{args.data}.idx").exists()
+    dataset = read_indexed(args.data) if is_dataset else open_any(args.data, tokenizer)
     say(*_report(dataset, tokenizer, args.samples), *filter(None, [dataset.notes]))
     return 0
 

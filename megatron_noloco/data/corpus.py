@@ -10,7 +10,7 @@ from megatron_noloco.data.encode import Counts, encode, files_to_read, read_docu
 from megatron_noloco.data.formats import Advance, Input
 from megatron_noloco.data.indexed import IndexedDataset, Sequence, open_indexed, write_indexed
 from megatron_noloco.data.inputs import check_outside, find_inputs
-from megatron_noloco.data.records import RECORD_KEYS, encode_records
+from megatron_noloco.data.records import RECORD_KEYS, encode_records, is_record
 from megatron_noloco.data.sources import RecordSource, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.errors import UserError
@@ -124,8 +124,8 @@ def corpus_of_any(path: str, tokenizer: Tokenizer, cache: str | None) -> Corpus:
     tables = [item for item in inputs if item.kind != "text"]
     read = files_to_read(tables, ["text", *RECORD_KEYS], Counts(lambda _: None))
     first = next((row for item in read for _, row in item.rows(lambda _: None)), {})
-    is_record = "text" not in first and {*RECORD_KEYS} & first.keys()
-    source = RecordSource if is_record else TextSource
+    of_records = is_record(first) or ("text" not in first and {*RECORD_KEYS} & first.keys())
+    source = RecordSource if of_records else TextSource
     return Corpus(source(path, cache=cache, max_lost=1.0, option="--data"), tokenizer, inputs)
 
 

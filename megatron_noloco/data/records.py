@@ -198,6 +198,12 @@ def _with_messages(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"messages": messages}
 
 
+def is_record(row: dict[str, Any]) -> bool:
+    """Return whether a row is a record, whatever its other keys are, such as a text."""
+    given = _with_messages(without_nulls(row))
+    return "messages" in given or {"prompt", "completion"} <= given.keys()
+
+
 def _message_of(said: Any) -> Any:
     """Return what one side of a conversation said as a message."""
     match said:

@@ -48,6 +48,10 @@ def test_inspect_shows_what_is_learnt_of_a_record(tmp_path: Path, monkeypatch: p
         "[learnt: 'six<end>\\n']"
     )
     assert second == "document 1: 'two' [learnt: ' six<end>']"
+    alpaca = {"instruction": "two", "input": "", "output": "six", "text": "all of it"}
+    write(tmp_path / "c.jsonl", alpaca)
+    shown = output_of("data", "inspect", f"{tmp_path}/c*.jsonl", "--tokenizer-model", tokenizer)
+    assert shown.endswith("document 0: '<user>two\\n<assistant>' [learnt: 'six<end>\\n']\n")
     assert output_of(
         "data", "inspect", write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
     ).endswith("document 0: 'a' [learnt: 'b<|endoftext|>']\n")
