@@ -124,8 +124,7 @@ def corpus_of_any(path: str, tokenizer: Tokenizer, cache: str | None) -> Corpus:
     tables = [item for item in inputs if item.kind != "text"]
     read = files_to_read(tables, ["text", *RECORD_KEYS], Counts(lambda _: None))
     first = next((row for item in read for _, row in item.rows(lambda _: None)), {})
-    of_records = is_record(first) or ("text" not in first and {*RECORD_KEYS} & first.keys())
-    source = RecordSource if of_records else TextSource
+    source = RecordSource if is_record(first) else TextSource
     return Corpus(source(path, cache=cache, max_lost=1.0, option="--data"), tokenizer, inputs)
 
 

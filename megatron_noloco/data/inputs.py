@@ -46,9 +46,7 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
             found += _standard_library()
             continue
         given = Path(place).expanduser()
-        matching = [given] if given.exists() else map(Path, sorted(glob(str(given))))
-        paths = [path for path in matching if path.exists()]
-        if not paths:
+        if not (paths := paths_at(given)):
             prefix = "; a dataset has this prefix, which data.data_path takes" * Path(f"{given}.idx").exists()
             raise UserError(f"{option}: no file or folder at {place} (looked from cwd {Path.cwd()}){prefix}")
         for path in paths:
@@ -57,6 +55,12 @@ def find_inputs(places: Iterable[str], option: str) -> list[Input]:
     best_first = sorted(found, key=lambda item: (item.kind == "text", item.path.is_symlink()))
     chosen = {_identity(item.status): item for item in reversed(best_first)}
     return [item for item in dict.fromkeys(found) if chosen[_identity(item.status)] == item]
+
+
+def paths_at(given: Path) -> list[Path]:
+    """Return what is at a path, or what a pattern matches: nothing where nothing is there."""
+    matching = [given] if given.exists() else map(Path, sorted(glob(str(given))))
+    return [path for path in matching if path.exists()]
 
 
 def why_left_out(item: Input, keys: Collection[str], rows_alone: bool) -> str:

@@ -199,9 +199,10 @@ def _with_messages(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_record(row: dict[str, Any]) -> bool:
-    """Return whether a row is a record, whatever its other keys are, such as a text."""
+    """Return whether a row is a record, sound or not; one that also has a text is if it is sound in its keys."""
     given = _with_messages(without_nulls(row))
-    return "messages" in given or {"prompt", "completion"} <= given.keys()
+    has_all = "messages" in given or {"prompt", "completion"} <= given.keys()
+    return has_all or ("text" not in row and not row.keys().isdisjoint(RECORD_KEYS))
 
 
 def _message_of(said: Any) -> Any:

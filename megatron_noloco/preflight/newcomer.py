@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from megatron_noloco.config.data_block import SOURCES
 from megatron_noloco.config.deepspeed_block import MICRO, STEPS, TRAIN
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.data.auto_tokenizer import build_tokenizer
+from megatron_noloco.data.inputs import paths_at
 from megatron_noloco.data.sources import STANDARD_LIBRARY
 from megatron_noloco.data.tokenizer import write_copy
 from megatron_noloco.errors import UserError
@@ -83,8 +83,7 @@ def check_local(needs: Sequence[str], local: Local) -> None:
     for name, path in _data(needs, local).items():
         if name not in SOURCES:
             raise UserError(f"join: --data {name}={path}: the fields are {', '.join(SOURCES)}")
-        is_there = Path(path).exists() or path == STANDARD_LIBRARY or glob(path)
-        if name in ("text", "sft_data_path") and not is_there:
+        if name in ("text", "sft_data_path") and path != STANDARD_LIBRARY and not paths_at(Path(path)):
             raise UserError(f"join: --data {path}: there is no such file or folder")
     if local.pretrained is not None and not Path(local.pretrained).is_dir():
         raise UserError(f"join: --pretrained {local.pretrained}: there is no such folder")
