@@ -29,7 +29,7 @@ from megatron_noloco.errors import UserError
 from megatron_noloco.files import put_in_place, sha256_of, write_text, writing
 from megatron_noloco.job import activity
 
-_FORMAT = 10  # of entries; another one where the same files would become other tokens or facts
+_FORMAT = 11  # of entries; another one where the same files would become other tokens or facts
 _DIGITS = 32  # of a digest
 _FACTS = "data.facts.json"
 _FIRST_SECONDS = 2.0  # nothing is shown of what takes less
